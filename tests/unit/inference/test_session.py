@@ -1,0 +1,393 @@
+"""The recorder on a renderer that is obviously right."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
+from turnwise.errors import BudgetSpent, InferenceError, SessionError
+from turnwise.inference.ledger import LedgerClient, read_ledger
+from turnwise.inference.scripted import ScriptedClient, replay
+from turnwise.inference.session import Session, SessionLimits
+from turnwise.trajectory import Trajectory, to_samples
+from turnwise.types import Completion, Message, SamplingParams, StopReason, ToolCall, ToolSchema
+
+TOOL = ToolSchema("look", "Looks.")
+OTHER = ToolSchema("other", "Does else.")
+
+
+def new_session(script, *, limits: SessionLimits | None = None, params=None, seed=None, renderer=None) -> Session:
+    renderer = renderer or ToyRenderer()
+    client = script if isinstance(script, ScriptedClient) else ScriptedClient(renderer, script)
+    return Session(
+        client,
+        renderer,
+        id="s",
+        limits=limits or SessionLimits(context_length=10_000),
+        params=params,
+        seed=seed,
+    )
+
+
+def trajectory_of(session: Session) -> Trajectory:
+    return Trajectory("s", "e", "g", "t", segments=session.segments())
+
+
+def call_of(name: str, **arguments) -> ToolCall:
+    return ToolCall("mine", name, arguments)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def path_ids(trajectory: Trajectory, index: int) -> list[int]:
+    return [i for segment in trajectory.path(index) for i in segment.ids.tolist()]
+
+
+async def test_a_conversation_is_one_branch_whose_ids_are_what_the_engine_saw() -> None:
+    renderer = ToyRenderer()
+    client = ScriptedClient(
+        renderer,
+        [
+            {"role": "assistant", "content": "wait", "tool_calls": [call_of("look", at=1)]},
+            "done",
+        ],
+    )
+    session = new_session(client, renderer=renderer)
+    first = await session.chat([user("go")], [TOOL])
+    assert first["turn_id"] == "t0"
+    assert first["finish_reason"] == "stop"
+    [call] = first["tool_calls"]
+    assert (call.name, call.arguments) == ("look", {"at": 1})
+    answer: Message = {"role": "tool", "tool_call_id": call.id, "content": "seen"}
+    await session.chat([user("go"), first, answer], [TOOL])
+
+    trajectory = trajectory_of(session)
+    assert [s.kind for s in trajectory.segments] == ["context", "sampled", "context", "sampled"]
+    assert trajectory.leaves() == [3]
+    for request, sampled in zip(client.requests, (1, 3), strict=True):
+        assert path_ids(trajectory, trajectory.segments[sampled].parent) == request.prompt.tolist()
+    # The answer is rendered with the id that the session issued.
+    assert f"{call.id}=look:seen" in renderer.decode(trajectory.segments[2].ids)
+    assert not trajectory.forks()
+
+
+async def test_the_sampled_ids_stay_when_they_are_not_what_the_renderer_would_write() -> None:
+    renderer = ToyRenderer()
+    odd = [CALL, *renderer.text('{ "name" :"look","arguments":{"b":1.0,  "a":2}}'), CALL_END, END]
+    session = new_session([odd, "done"], renderer=renderer)
+    first = await session.chat([user("go")], [TOOL])
+    await session.chat([user("go"), first, {"role": "tool", "content": "x"}], [TOOL])
+    trajectory = trajectory_of(session)
+    assert trajectory.segments[1].ids.tolist() == odd
+    assert len(trajectory.leaves()) == 1
+
+
+async def test_only_new_ids_are_encoded() -> None:
+    renderer = ToyRenderer()
+    session = new_session(["one", "two", "three"], renderer=renderer)
+    messages = [user("x" * 5000)]
+    costs = []
+    for _ in range(3):
+        before = renderer.encoded
+        messages.append(await session.chat(messages))
+        costs.append(renderer.encoded - before)
+        messages.append(user("next"))
+    assert costs[0] > 5000
+    assert costs[1] < 20
+    assert costs[2] < 20
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m[:1], "resample"),
+        (lambda m: [user("other")], "restart"),
+        (lambda m: [{"role": "system", "content": "s"}, *m], "system_changed"),
+        (lambda m: [m[0], {"role": "assistant", "content": "changed"}, *m[2:]], "assistant_edited"),
+        (lambda m: [m[0], m[1], user("else"), *m[3:]], None),
+        (lambda m: [*m[:2], user("q2, edited"), m[3], m[4]], "history_edited"),
+        (lambda m: [*m[:2], user("NOBRIDGE")], "bridge_unproven: no_bridge"),
+    ],
+)
+async def test_what_does_not_extend_forks_with_its_reason(change, reason) -> None:
+    session = new_session(["a1", "a2", "a3"])
+    messages = [user("q1")]
+    messages.append(await session.chat(messages))
+    messages.append(user("q2"))
+    messages.append(await session.chat(messages))
+    messages.append(user("q3"))
+    await session.chat(change(messages) if reason is not None else messages)
+    forks = trajectory_of(session).forks()
+    assert forks == ({reason: 1} if reason is not None else {})
+
+
+async def test_changed_tools_are_another_root_and_key_order_is_not() -> None:
+    session = new_session(["a1", "a2", "a3"])
+    first = await session.chat([user("q")], [ToolSchema("look", "", {"type": "object", "properties": {"a": {}, "b": {}}})])
+    again = [user("q"), first, user("more")]
+    second = await session.chat(again, [ToolSchema("look", "", {"properties": {"b": {}, "a": {}}, "type": "object"})])
+    assert not trajectory_of(session).forks()
+    await session.chat([*again, second, user("!")], [OTHER])
+    assert trajectory_of(session).forks() == {"tools_changed": 1}
+
+
+async def test_an_argument_that_becomes_true_is_not_taken_for_one() -> None:
+    script = [{"role": "assistant", "content": "", "tool_calls": [call_of("look", at=1)]}, "x"]
+    session = new_session(script)
+    first = await session.chat([user("q")], [TOOL])
+    answer = {"role": "tool", "content": "y"}
+    edited = copy.deepcopy(first)
+    edited["tool_calls"] = [ToolCall(edited["tool_calls"][0].id, "look", {"at": True})]
+    await session.chat([user("q"), edited, answer], [TOOL])
+    assert trajectory_of(session).forks() == {"assistant_edited": 1}
+
+
+async def test_text_changed_in_place_is_in_the_next_prompt() -> None:
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, ["a1", "a2"])
+    session = new_session(client, renderer=renderer)
+    messages = [user("first text")]
+    messages.append(await session.chat(messages))
+    messages[0]["content"] = "changed text"
+    messages.append(user("more"))
+    await session.chat(messages)
+    assert "changed text" in client.requests[1].text
+    assert "first text" not in client.requests[1].text
+
+
+async def test_a_cut_turn_is_closed_by_the_next_context() -> None:
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, ["a long answer", "b"])
+    session = new_session(client, renderer=renderer)
+    first = await session.chat([user("q")], params=SamplingParams(max_tokens=6))
+    assert (first["content"], first["finish_reason"]) == ("a long", "length")
+    await session.chat([user("q"), first, user("go on")])
+    trajectory = trajectory_of(session)
+    assert END not in trajectory.segments[1].ids
+    assert trajectory.segments[2].ids[0] == END
+    assert path_ids(trajectory, 2) == client.requests[1].prompt.tolist()
+
+
+async def test_a_stop_string_cuts_the_text_but_not_the_ids() -> None:
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, ["answer STOP rest", "b"])
+    session = new_session(client, renderer=renderer)
+    first = await session.chat([user("q")], params=SamplingParams(stop=("STOP",)))
+    assert (first["content"], first["finish_reason"]) == ("answer ", "stop")
+    await session.chat([user("q"), first, user("go on")])
+    trajectory = trajectory_of(session)
+    assert renderer.decode(trajectory.segments[1].ids) == "answer STOP"
+    assert not trajectory.forks()
+
+
+async def test_seeds_differ_by_turn_and_depend_on_nothing_else() -> None:
+    seeds = []
+    for _ in range(2):
+        renderer = ToyRenderer()
+        client = ScriptedClient(renderer, ["a", "b"])
+        session = new_session(client, renderer=renderer, seed=7)
+        first = await session.chat([user("q")])
+        await session.chat([user("q"), first, user("r")])
+        seeds.append([request.params.seed for request in client.requests])
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0] != seeds[0][1]
+
+
+async def test_call_ids_are_unique_in_the_session_and_name_their_turn() -> None:
+    two = {"role": "assistant", "content": "", "tool_calls": [call_of("look"), call_of("look")]}
+    session = new_session([two, two])
+    first = await session.chat([user("q")])
+    second = await session.chat([user("other")])
+    ids = [call.id for message in (first, second) for call in message["tool_calls"]]
+    assert len(set(ids)) == 4
+    assert [session.turn_of_call(i) for i in ids] == ["t0", "t0", "t1", "t1"]
+    assert all(len(i) == 9 and i.isalnum() for i in ids)
+    assert session.turn_of_call("c99999000") is None
+
+
+class TestLimits:
+    async def test_the_least_limit_holds(self) -> None:
+        renderer = ToyRenderer()
+        client = ScriptedClient(renderer, ["a" * 500] * 3)
+        limits = SessionLimits(context_length=100, max_tokens_per_turn=40, max_total_tokens=70)
+        session = new_session(client, renderer=renderer, limits=limits)
+        await session.chat([user("q")], params=SamplingParams(max_tokens=10))
+        await session.chat([user("q")])
+        assert [request.params.max_tokens for request in client.requests] == [10, 40]
+        # 4 prompt ids once, 10 and 40 sampled ones: 16 of 70 are left.
+        await session.chat([user("q")])
+        assert client.requests[-1].params.max_tokens == 16
+        with pytest.raises(BudgetSpent) as spent:
+            await session.chat([user("q")])
+        assert spent.value.stop_reason == StopReason.MAX_TOKENS
+
+    async def test_a_prompt_that_fills_the_context_is_not_sent(self) -> None:
+        client = ScriptedClient(ToyRenderer(), ["a"])
+        session = new_session(client, limits=SessionLimits(context_length=10))
+        with pytest.raises(BudgetSpent) as spent:
+            await session.chat([user("q" * 7)])
+        assert spent.value.stop_reason == StopReason.CONTEXT_OVERFLOW
+        assert not client.requests
+
+    async def test_turns_are_counted(self) -> None:
+        session = new_session(["a"] * 3, limits=SessionLimits(context_length=100, max_turns=2))
+        await session.chat([user("q")])
+        await session.chat([user("q")])
+        with pytest.raises(BudgetSpent) as spent:
+            await session.chat([user("q")])
+        assert spent.value.stop_reason == StopReason.MAX_TURNS
+
+
+def completion(ids, finish="stop", *, spans=None, logprobs=None) -> Completion:
+    ids = np.array(ids, np.int32)
+    logprobs = np.zeros(len(ids), np.float32) if logprobs is None else logprobs
+    return Completion(ids, logprobs, finish, spans if spans is not None else ((0, 0, len(ids)),))
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "words"),
+    [
+        (completion([101, 102]), SessionError, "no stop id"),
+        (completion([], "length"), SessionError, "0 ids"),
+        (completion([101, END], logprobs=np.zeros(1, np.float32)), SessionError, "1 logprobs"),
+        (completion([101, END], spans=((0, 0, 1),)), SessionError, "do not cover"),
+        (completion([101, END], spans=((0, 0, 1), (1, 0, 2))), SessionError, "do not cover"),
+        (completion([101], "abort"), InferenceError, "abort"),
+        (InferenceError("gone"), InferenceError, "gone"),
+    ],
+)
+async def test_a_client_that_breaks_its_contract_leaves_nothing(line, error, words) -> None:
+    session = new_session([line])
+    with pytest.raises(error, match=words):
+        await session.chat([user("q")])
+    assert session.segments() == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "empty"),
+        ([user("q"), {"role": "assistant", "content": "I"}], "prefill"),
+        ([{"role": "robot", "content": "q"}], "robot"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
+    ],
+)
+async def test_what_cannot_be_placed_is_refused_by_name_before_it_is_sent(messages, words) -> None:
+    client = ScriptedClient(ToyRenderer(), ["a"])
+    with pytest.raises(SessionError, match=words):
+        await new_session(client).chat(messages)
+    assert not client.requests
+
+
+async def test_segments_cannot_be_changed() -> None:
+    session = new_session(["a"])
+    await session.chat([user("q")])
+    for segment in session.segments():
+        with pytest.raises(ValueError, match="read-only"):
+            segment.ids[0] = 0
+
+
+async def test_a_written_conversation_replays_as_one_branch() -> None:
+    renderer = ToyRenderer()
+    call = {"id": "x1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
+    messages = [
+        user("q"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x1", "content": "r"},
+        {"role": "assistant", "content": "done"},
+    ]
+    trajectory = await replay(messages, [TOOL], renderer)
+    [row] = to_samples(trajectory).rows
+    trained = row.input_ids[row.loss_mask]
+    assert renderer.decode(trained) == '<4>{"name": "look", "arguments": {"at": 3}}<5><1>done<1>'
+    assert not trajectory.forks()
+
+
+# Properties: whatever an agent does with its history, what is recorded is what the engine saw and sampled.
+
+texts = st.text(alphabet="abc ", min_size=0, max_size=6)
+lines = st.one_of(
+    texts.map(lambda text: {"role": "assistant", "content": text}),
+    st.builds(
+        lambda text, arguments: {
+            "role": "assistant",
+            "content": text,
+            "reasoning_content": "hm",
+            "tool_calls": [ToolCall("", "look", arguments)],
+        },
+        texts,
+        st.dictionaries(st.sampled_from("xy"), st.one_of(st.integers(0, 3), st.booleans(), st.floats(0, 2)), max_size=2),
+    ),
+    st.lists(st.integers(0, 220), min_size=1, max_size=12),
+)
+actions = st.one_of(
+    st.tuples(st.just("continue"), texts),
+    st.tuples(st.just("resample"), texts),
+    st.tuples(st.just("edit"), texts),
+    st.tuples(st.just("drop"), texts),
+    st.tuples(st.just("restart"), texts),
+    st.tuples(st.just("tools"), texts),
+    st.tuples(st.just("nobridge"), texts),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(script=st.lists(lines, min_size=8, max_size=8), plan=st.lists(actions, min_size=1, max_size=7), cut=st.integers(1, 30))
+async def test_every_behaviour_is_recorded_exactly(tmp_path_factory, script, plan, cut) -> None:
+    path: Path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, script)
+    ledger = LedgerClient(client, path)
+    session = Session(ledger, renderer, id="s", limits=SessionLimits(context_length=100_000))
+    messages: list[Message] = [user("q")]
+    tools = [TOOL]
+    params = SamplingParams(max_tokens=cut)
+    for action, text in plan:
+        answer = await session.chat(messages, tools, params)
+        if action == "resample":
+            continue
+        messages = [*messages, answer]
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": text} for c in answer.get("tool_calls", ())]
+        if action == "edit" and len(messages) > 2:
+            messages[1] = {"role": messages[1]["role"], "content": f"edited {text}"}
+        elif action == "drop" and len(messages) > 2:
+            messages = [messages[0], *messages[3:]]
+        elif action == "restart":
+            messages = []
+        elif action == "tools":
+            tools = [OTHER] if tools == [TOOL] else [TOOL]
+        messages.append(user(f"NOBRIDGE{text}" if action == "nobridge" else text))
+    await ledger.close()
+
+    trajectory = Trajectory.from_bytes(Trajectory("s", "e", "g", "t", segments=session.segments()).to_bytes())
+    recorded = Counter(
+        (tuple(path_ids(trajectory, s.parent)), tuple(s.ids.tolist()), tuple(s.logprobs.tolist()))
+        for s in trajectory.segments
+        if s.sampled
+    )
+    seen = Counter(
+        (tuple(e.prompt_ids.tolist()), tuple(e.completion_ids.tolist()), tuple(e.logprobs.tolist()))
+        for e in read_ledger(path).entries
+    )
+    assert recorded == seen
+    assert sum(recorded.values()) == len(plan)
+
+    samples = to_samples(trajectory)
+    assert sum(row.trained_tokens for row in samples.rows) == trajectory.sampled_tokens
+    assert samples.unowned_tokens == 0
+    # Contexts alternate with sampled segments, and each fork is counted once.
+    for segment in trajectory.segments:
+        assert segment.parent < segment.index
+        assert (segment.parent < 0 or trajectory.segments[segment.parent].sampled) != segment.sampled
+    children = Counter(segment.parent for segment in trajectory.segments)
+    assert sum(trajectory.forks().values()) == sum(count - 1 for count in children.values())
+    assert trajectory.sampled_tokens == session.metrics()["sampled_tokens"]

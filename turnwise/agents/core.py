@@ -1,0 +1,277 @@
+"""The contract of agents: what runs in an episode, and what it is given.
+
+Owns: :class:`Agent`, :class:`Episode` and the registry of agent names. Refuses: resetting and closing environments,
+catching errors and making trajectories; that is ``rollout/runner.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from turnwise.envs.core import Env, StepResult, as_messages, check_step, invoke
+from turnwise.errors import AgentError, EnvError, RegistryError
+from turnwise.inference.session import Session
+from turnwise.references import load_object
+from turnwise.tasks import Task
+from turnwise.types import Message, StopReason, ToolCall, ToolSchema
+
+if TYPE_CHECKING:
+    from turnwise.tools.core import ToolResponse
+
+OpenSession = Callable[[str, str], Session]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """What an agent may use; the session and the runner enforce it.
+
+    Attributes:
+        max_turns: Model calls per session.
+        max_tokens_per_turn: Tokens of one completion, None up to the context.
+        context_length: Tokens of prompt and completion together.
+    """
+
+    max_turns: int
+    max_tokens_per_turn: int | None
+    context_length: int
+
+
+@dataclass(slots=True)
+class Reward:
+    """A reward event: which session and turn it belongs to (None: to the episode), its name and value."""
+
+    agent: str
+    turn_id: str | None
+    name: str
+    value: float
+
+
+class ToolThreadLost(EnvError):
+    """A sync tool outran its time-out and cannot be stopped: its environment must not be used again."""
+
+    retryable: ClassVar[bool] = False
+
+
+class Episode:
+    """What an agent is given. Made by the runner, which resets the environment before and closes it after.
+
+    Attributes:
+        task: The dataset row.
+        seed: The seed with which the environment was reset.
+        observation: Messages that ``reset`` returned: the beginning of the conversation.
+        info: What else ``reset`` returned.
+        tools: What the model may call.
+        limits: What the agent may use.
+        deadline: Event loop time at which the runner ends the episode, or None.
+        rewards: Reward events so far.
+        metrics: Counts and times so far.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        task: Task,
+        seed: int,
+        *,
+        observation: str | Sequence[Message],
+        info: dict[str, Any],
+        tools: Sequence[ToolSchema],
+        limits: EpisodeLimits,
+        open_session: OpenSession,
+        deadline: float | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        self.task = task
+        self.seed = seed
+        self.observation = as_messages(observation)
+        self.info = info
+        self.tools = tuple(tools)
+        self.limits = limits
+        self.deadline = deadline
+        self.rewards: list[Reward] = []
+        self.metrics: dict[str, float] = {}
+        self.scored = False
+        self.ended = False
+        self.stop_reason = StopReason.COMPLETED
+        self.final: Message | None = None
+        self._env = env
+        self._executor = executor
+        self._open_session = open_session
+        self._sessions: dict[str, Session] = {}
+
+    @property
+    def session(self) -> Session:
+        """The main session."""
+        return self.session_for("main")
+
+    @property
+    def sessions(self) -> dict[str, Session]:
+        """All sessions that were opened, by name."""
+        return dict(self._sessions)
+
+    def session_for(self, name: str, policy: str = "main") -> Session:
+        """Return the session of that name, opened when it is first asked for.
+
+        Args:
+            name: Whose session: each leaves a trajectory of its own.
+            policy: Which policy samples in it.
+        """
+        if name not in self._sessions:
+            self._sessions[name] = self._open_session(name, policy)
+        return self._sessions[name]
+
+    async def step(self, message: Message, *, agent: str = "main") -> StepResult:
+        """Hand an assistant message to the environment.
+
+        Rewards and metrics of the step are noted on the turn whose message this is.
+
+        Returns:
+            The step's result; its observation is always a list of messages.
+
+        Raises:
+            EnvError: The environment raised or broke its contract.
+            AgentError: The episode has ended already.
+        """
+        if self.ended:
+            raise AgentError("episode.step was called after the episode ended: stop when a step says so")
+        result = check_step(await invoke(self._env, "step", message, executor=self._executor), self._env)
+        info = result.info
+        turn = message.get("turn_id")
+        named = info.get("rewards") or ({"step": result.reward} if result.reward else {})
+        for name, value in named.items():
+            self.note(name, value, turn, agent=agent)
+        self.count(info.get("metrics") or {})
+        self._check_threads()
+        if result.terminated or result.truncated:
+            self.ended = True
+            self.scored = result.terminated
+            self.final = message if result.terminated else None
+            reason = info.get("stop_reason", StopReason.ENV_TRUNCATED)
+            self.stop_reason = StopReason.COMPLETED if result.terminated else StopReason(reason)
+        return result._replace(observation=as_messages(result.observation))
+
+    async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
+        """Answer one tool call, outside of a step. Its reward is noted on the turn that made the call.
+
+        Raises:
+            EnvError: The environment answers no single calls, or raised.
+        """
+        response: ToolResponse = await invoke(self._env, "call", call, executor=self._executor)
+        if response.reward is not None:
+            turn = self.session_for(agent).turn_of_call(call.id)
+            self.note(call.name, response.reward, turn, agent=agent)
+        self.count({"tool_calls": 1.0, "tool_errors": float(response.error is not None), **response.metrics})
+        self._check_threads()
+        return response
+
+    def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
+        """Note a reward on a turn, or with None on the episode."""
+        self.rewards.append(Reward(agent, turn_id, name, float(value)))
+
+    def count(self, metrics: dict[str, float]) -> None:
+        """Add to the episode's metrics."""
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+
+    def finish(self, reason: StopReason, final: Message | None = None) -> None:
+        """Say how the agent's run ended, and which message is its answer.
+
+        Without this call an agent that returns has completed, and its last message, if it makes no calls, is
+        the answer.
+        """
+        self.stop_reason = reason
+        self.final = final
+
+    async def score(self) -> None:
+        """Score the episode, unless a step did. Called once, by the runner."""
+        if self.scored:
+            return
+        self.scored = True
+        score = await invoke(self._env, "score", self.answer(), executor=self._executor)
+        for name, value in (score if isinstance(score, dict) else {"score": score}).items():
+            self.note(name, value)
+        self._check_threads()
+
+    def answer(self) -> Message | None:
+        """Return the message that is scored: what :meth:`finish` was given, else a last message without calls."""
+        if self.final is not None or self.stop_reason is not StopReason.COMPLETED:
+            return self.final
+        main = self._sessions.get("main")
+        last = main.last if main is not None else None
+        return last if last is not None and not last.get("tool_calls") else None
+
+    def _check_threads(self) -> None:
+        if self._env.lost_thread:
+            raise ToolThreadLost(
+                f"a sync tool of {type(self._env).__name__} outran its time-out: its thread cannot be stopped, so the "
+                "episode ends; make the tool async, or give it a time-out of its own"
+            )
+
+
+class Agent(ABC):
+    """Acts in an episode. What it did is what the sessions recorded.
+
+    Subclasses are constructed from keyword arguments of the configuration, once per run; ``run`` is called once
+    per episode, many at the same time, so it keeps its state in local variables.
+    """
+
+    @abstractmethod
+    async def run(self, episode: Episode) -> None:
+        """Act until the environment ends the episode or the agent has nothing left to do.
+
+        Raises:
+            BudgetSpent: From ``session.chat``; let it pass, the runner knows what it means.
+        """
+
+
+AgentClass = TypeVar("AgentClass", bound=type[Agent])
+_AGENTS: dict[str, type[Agent] | str] = {
+    "react": "turnwise.agents.react:ReActAgent",
+    "single_turn": "turnwise.agents.single_turn:SingleTurnAgent",
+}
+
+
+def register_agent(name: str) -> Callable[[AgentClass], AgentClass]:
+    """Register an agent class under a name, as a decorator.
+
+    Raises:
+        RegistryError: The name is taken by another class.
+    """
+
+    def register(cls: AgentClass) -> AgentClass:
+        taken = _AGENTS.get(name)
+        reference = f"{cls.__module__}:{cls.__qualname__}"
+        known = taken if isinstance(taken, str) else taken and f"{taken.__module__}:{taken.__qualname__}"
+        if known is not None and known != reference:
+            raise RegistryError(f"agent name {name!r} is taken by {known}; {reference} needs another name")
+        _AGENTS[name] = cls
+        return cls
+
+    return register
+
+
+def make_agent(name: str, **config: Any) -> Agent:
+    """Make an agent by its registered name or a reference such as ``pkg.mod:Class``.
+
+    Raises:
+        RegistryError: No agent has that name.
+        ConfigError: The reference cannot be loaded.
+        AgentError: It is no Agent, or refuses the configuration.
+    """
+    found = _AGENTS.get(name)
+    if found is None and not any(mark in name for mark in ":./"):
+        close = difflib.get_close_matches(name, _AGENTS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise RegistryError(f"no agent is called {name!r}{hint} Known: {', '.join(sorted(_AGENTS))}")
+    cls = load_object(found or name, "agent") if found is None or isinstance(found, str) else found
+    if not (isinstance(cls, type) and issubclass(cls, Agent)):
+        raise AgentError(f"agent {name!r} is {cls!r}, not a subclass of turnwise.Agent")
+    try:
+        return cls(**config)
+    except TypeError as error:
+        raise AgentError(f"agent {name!r} refuses its configuration {config}: {error}") from error

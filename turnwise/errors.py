@@ -1,0 +1,105 @@
+"""One class per boundary that an error can cross.
+
+Owns: the error tree. An error is raised where something went wrong, and caught once: a
+:class:`ToolError` is answered to the model by the tool layer, everything else becomes data in
+``rollout/runner.py`` or ends the process with its message.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TurnwiseError(Exception):
+    """Base of every error that this package raises on purpose.
+
+    Attributes:
+        retryable: Whether the same work may succeed when it is tried again (an infrastructure failure).
+    """
+
+    retryable: ClassVar[bool] = False
+
+
+class ConfigError(TurnwiseError):
+    """A configuration value is unknown or wrong. The message names its path, the value and the remedy."""
+
+
+class MissingExtraError(TurnwiseError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}: pip install 'turnwise[{extra}]'")
+
+
+class TaskError(TurnwiseError):
+    """A dataset or one of its rows cannot be used. The message names file, row and field."""
+
+
+class RegistryError(TurnwiseError):
+    """A name is unknown in a registry, or already taken by something else."""
+
+
+class ToolSchemaError(TurnwiseError):
+    """A function's signature or a given schema cannot be offered to a model."""
+
+
+class ToolError(TurnwiseError):
+    """Raised by a tool; its text is answered to the model, which may recover."""
+
+
+class EnvError(TurnwiseError):
+    """An environment raised, or broke its contract. Never a reward of zero: an error on the trajectory."""
+
+    retryable = True
+
+
+class AgentError(TurnwiseError):
+    """An agent raised, or broke its contract."""
+
+
+class RenderError(TurnwiseError):
+    """A chat template cannot render these messages, or no chat format could be decided."""
+
+
+class SessionError(TurnwiseError):
+    """A request that a session refuses by name, or a client that broke its contract."""
+
+
+class BudgetSpent(TurnwiseError):
+    """Nothing is left to sample. Carries the reason with which the trajectory ends."""
+
+    def __init__(self, stop_reason: str, message: str) -> None:
+        super().__init__(message)
+        self.stop_reason = stop_reason
+
+
+class InferenceError(TurnwiseError):
+    """An inference server failed, vanished, or answered nonsense."""
+
+    retryable = True
+
+
+class RequestRefused(InferenceError):
+    """An inference server understood the request and refused it: trying again changes nothing."""
+
+    retryable = False
+
+
+class EngineDied(InferenceError):
+    """An inference server's process ended although nobody stopped it."""
+
+
+class TrainError(TurnwiseError):
+    """Training cannot start or go on."""
+
+
+class CheckpointError(TurnwiseError):
+    """A checkpoint is missing, incomplete, or does not fit the run."""
+
+
+class FormatError(TurnwiseError):
+    """Bytes on disk or on the wire do not hold what their schema version promises."""
+
+
+class AuditError(TurnwiseError):
+    """What a run left on disk contradicts an invariant."""

@@ -1,0 +1,239 @@
+"""The canonical form: what of a message may matter, and nothing else.
+
+Owns: the reduction of messages to :class:`Canonical`, the equality that the recorder compares with, and the
+form in which chat templates see messages. Equal meaning gives equal canonical messages, which give equal ids.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.errors import SessionError
+from turnwise.types import Json, Message, ToolCall, ToolSchema
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalCall:
+    """A call, compared by name and canonical arguments; ``id`` and ``value`` only help rendering.
+
+    Attributes:
+        name: The tool's name.
+        arguments: Canonical JSON, or the stripped text where it does not parse.
+        value: The parsed arguments, keys in canonical order; None where they do not parse to an object.
+        id: The id to render.
+    """
+
+    name: str
+    arguments: str
+    value: dict[str, Any] | None = field(compare=False)
+    id: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """A message reduced to what may matter.
+
+    Attributes:
+        role: ``system``, ``user``, ``assistant`` or ``tool``.
+        text: The joined text parts.
+        reasoning: Reasoning of an assistant message, empty where it has none.
+        calls: Calls of an assistant message.
+        name: Name of a system or user message, else None.
+        answers: For a tool message: (index of the assistant message among the messages, index of the call in
+            it) that it answers; (-1, -1) where it answers none.
+        call_id: For a tool message: the id to render.
+        call_name: For a tool message: the tool's name to render.
+    """
+
+    role: str
+    text: str
+    reasoning: str = ""
+    calls: tuple[CanonicalCall, ...] = ()
+    name: str | None = None
+    answers: tuple[int, int] | None = None
+    call_id: str = field(default="", compare=False)
+    call_name: str = field(default="", compare=False)
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the form that chat templates expect (OpenAI's, with arguments as an object)."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments if call.value is None else call.value,
+                    },
+                }
+                for call in self.calls
+            ]
+        if self.role == "tool":
+            message["tool_call_id"] = self.call_id
+            message["name"] = self.call_name
+        return message
+
+
+def canonical_value(value: Json) -> Json:
+    """Return ``value`` with sorted keys and every finite float without fraction as an integer."""
+    if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) and value == math.floor(value) else value
+    if isinstance(value, Mapping):
+        return {str(key): canonical_value(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [canonical_value(item) for item in value]
+    raise SessionError(f"tool arguments hold a {type(value).__name__}, which JSON cannot express: {value!r}")
+
+
+def canonical_arguments(arguments: Mapping[str, Any] | str | None) -> tuple[str, dict[str, Any] | None]:
+    """Return arguments as canonical JSON text and as an object.
+
+    Blank or null arguments are ``{}``. What does not parse is its stripped text, with None for the object.
+    """
+    if isinstance(arguments, str):
+        text = arguments.strip()
+        if not text:
+            return "{}", {}
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            return text, None
+    else:
+        parsed = arguments
+    if parsed is None:
+        return "{}", {}
+    value = canonical_value(parsed)
+    dumped = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return dumped, value if isinstance(value, dict) else None
+
+
+def canonical_tools(tools: Sequence[ToolSchema] | None) -> tuple[tuple[str, str, str], ...]:
+    """Return a key for a list of tools: their order counts, the order of keys does not."""
+    return tuple(
+        (tool.name, tool.description, json.dumps(canonical_value(tool.parameters), ensure_ascii=False))
+        for tool in tools or ()
+    )
+
+
+def _text(role: str, index: int, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type", "text")
+        if kind not in ("text", "input_text", "output_text"):
+            raise SessionError(
+                f"messages[{index}] ({role}) holds a part of type {kind!r}: this renderer places text only"
+            )
+        text = part.get("text", "")
+        # A block of white space only is an artefact of clients that split and join blocks.
+        if len(content) == 1 or text.strip():
+            texts.append(text)
+    return "".join(texts)
+
+
+def _calls(message: Mapping[str, Any], index: int) -> tuple[CanonicalCall, ...]:
+    calls = []
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        if isinstance(call, ToolCall):
+            # A call that could not be used has no arguments: it is compared and rendered by its raw text.
+            source: Mapping[str, Any] | str | None = call.raw if call.error is not None else call.arguments
+            name, call_id = call.name, call.id
+        else:
+            function = call.get("function", call)
+            name, source, call_id = function.get("name", ""), function.get("arguments"), call.get("id") or ""
+        arguments, value = canonical_arguments(source)
+        calls.append(CanonicalCall(name, arguments, value, call_id or f"m{index:05d}{number:03d}"))
+    return tuple(calls)
+
+
+class Canonicalizer:
+    """Reduces a list of messages, one after the other.
+
+    A tool message is reduced to the position of the call it names, so the reduction of a message depends on
+    the assistant message before it; nothing else of the list matters. Reusable from any position: the session
+    keeps the canonical form of the messages that did not change.
+    """
+
+    __slots__ = ("_answered", "_calls", "_turn")
+
+    def __init__(self) -> None:
+        self._turn = -1
+        self._calls: tuple[CanonicalCall, ...] = ()
+        self._answered: set[int] = set()
+
+    def skip(self, index: int, canonical: Canonical) -> None:
+        """Take note of a message whose canonical form is known already."""
+        if canonical.role == "assistant":
+            self._turn, self._calls, self._answered = index, canonical.calls, set()
+        elif canonical.answers is not None and canonical.answers[0] == self._turn:
+            self._answered.add(canonical.answers[1])
+
+    def reduce(self, index: int, message: Message | Mapping[str, Any]) -> Canonical:
+        """Return the canonical form of ``messages[index]``.
+
+        Raises:
+            SessionError: An unknown role, or media that cannot be placed.
+        """
+        role = _ROLES.get(message.get("role", ""))
+        if role is None:
+            raise SessionError(
+                f"messages[{index}].role is {message.get('role')!r}; allowed: {', '.join(sorted(_ROLES))}"
+            )
+        text = _text(role, index, message.get("content"))
+        if role == "assistant":
+            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+            canonical = Canonical(role, text, str(reasoning), _calls(message, index))
+        elif role == "tool":
+            canonical = self._tool(text, message)
+        else:
+            canonical = Canonical(role, text, name=message.get("name"))
+        self.skip(index, canonical)
+        return canonical
+
+    def _tool(self, text: str, message: Message | Mapping[str, Any]) -> Canonical:
+        named = message.get("tool_call_id")
+        position = next((n for n, call in enumerate(self._calls) if named and call.id == named), None)
+        if position is None:
+            open_calls = [n for n in range(len(self._calls)) if n not in self._answered]
+            position = open_calls[0] if open_calls else None
+        if position is None:
+            return Canonical(
+                "tool", text, answers=(-1, -1), call_id=named or "call_0", call_name=message.get("name", "")
+            )
+        call = self._calls[position]
+        return Canonical("tool", text, answers=(self._turn, position), call_id=call.id, call_name=call.name)
+
+
+def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Canonical]:
+    """Return the canonical form of a whole list of messages."""
+    reducer = Canonicalizer()
+    return [reducer.reduce(index, message) for index, message in enumerate(messages)]
+
+
+def same_arguments(first: Any, second: Any) -> bool:
+    """Return whether two values that are equal by ``==`` are so without taking a boolean for a number."""
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, ToolCall) and isinstance(second, ToolCall):
+        return same_arguments(first.arguments, second.arguments)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return all(same_arguments(value, second[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return all(map(same_arguments, first, second))
+    return True

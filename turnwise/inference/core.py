@@ -1,0 +1,196 @@
+"""The contracts of inference: who answers a prompt with ids, and who steers a server.
+
+Owns: :class:`LLMClient` (data plane), :class:`Replica` (control plane), :class:`Renderer` (messages <-> ids)
+and the manifest by which weights travel. Refuses: any implementation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from turnwise.inference.canonical import Canonical
+from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a server says of the model that it serves.
+
+    Attributes:
+        name: The served name.
+        context_length: Most tokens that prompt and completion may have together.
+        weight_version: Version of the weights in use now.
+    """
+
+    name: str
+    context_length: int
+    weight_version: int = 0
+
+
+class LLMClient(ABC):
+    """Token ids in, token ids out. The only thing that a Session asks of a model."""
+
+    @abstractmethod
+    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
+        """Sample one completion.
+
+        Args:
+            prompt: The ids the model is to see, exactly.
+            params: How to sample. ``stop_token_ids`` is part of it.
+            session_id: Requests with equal ids prefer the replica that holds their prefix.
+
+        Returns:
+            The completion. A completion that a weight update interrupted is continued by the client and
+            comes back as one, with a version span for each part.
+
+        Raises:
+            InferenceError: The server failed; the same request may succeed later.
+            RequestRefused: The server refused the request.
+        """
+
+    @abstractmethod
+    def stream(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> AsyncIterator[TokenDelta]:
+        """Sample one completion, piece by piece. Same arguments and errors as :meth:`generate`."""
+
+    @abstractmethod
+    async def model_info(self) -> ModelInfo:
+        """Return what is served."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release connections. Closing twice is no error."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a manifest.
+
+    Attributes:
+        name: The parameter's name in the Hugging Face state dict.
+        shape: Its shape.
+        dtype: Its torch dtype without the prefix (``float32``, ``bfloat16``).
+        checksum: blake2b-128 of its bytes, hexadecimal.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """Where a version of the weights lies and what it holds.
+
+    Attributes:
+        version: The version the server reports once these are loaded.
+        path: A safetensors file (shared memory on one machine).
+        tensors: What the file holds, all of it checked before any parameter changes.
+    """
+
+    version: int
+    path: str
+    tensors: tuple[TensorEntry, ...] = field(default=())
+
+
+class Replica(ABC):
+    """Control plane of one inference server."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Base URL; valid after :meth:`launch`."""
+
+    @abstractmethod
+    async def launch(self) -> None:
+        """Start the server and wait until it answers. Raises InferenceError with the end of its log."""
+
+    @abstractmethod
+    async def health(self) -> bool:
+        """Return whether the server answers."""
+
+    @abstractmethod
+    async def pause(self, *, abort: bool = False) -> None:
+        """Stop sampling; requests in flight are kept, or with ``abort`` answered with what they have."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Sample again."""
+
+    @abstractmethod
+    async def abort(self) -> int:
+        """Answer every request in flight with what it has. Returns how many there were."""
+
+    @abstractmethod
+    async def update_weights(self, manifest: WeightManifest) -> int:
+        """Load a version in place, drop the KV cache of older ones. Returns the version now served."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the server and wait for its process. Closing twice is no error."""
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """Messages to ids and back. Only new ids ever come back from :meth:`extend`.
+
+    Implementations are stateless but for caches: the same arguments give the same ids, at any time and for
+    any session. ``why`` is set by an :meth:`extend` that returned None, before anything else runs.
+    """
+
+    stop_ids: frozenset[int]
+    why: str
+
+    def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
+        """Return the whole prompt, generation prompt included.
+
+        Raises:
+            RenderError: The template raised on these messages.
+        """
+
+    def extend(
+        self,
+        tail: TokenIds,
+        completion: TokenIds,
+        last: Canonical,
+        new: Sequence[Canonical],
+        tools: Sequence[ToolSchema],
+    ) -> TokenIds | None:
+        """Return the ids that follow ``tail + completion`` when ``new`` is said next.
+
+        Args:
+            tail: The context ids right before the completion (never the whole prompt).
+            completion: The sampled ids.
+            last: What they mean, with the ids and names issued for its calls.
+            new: The messages to append; none of them was sampled.
+            tools: The tools of this root.
+
+        Returns:
+            Close of the turn (as far as the completion lacks it) + new messages + generation prompt, or None
+            with ``why`` set to one of ``stop_in_reasoning``, ``ids_after_stop``, ``message_dropped``,
+            ``depends_on_history``, ``template_error: ...``, ``no_bridge``.
+        """
+
+    def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> Message:
+        """Return the assistant message that these ids mean: content, reasoning, calls with their errors.
+
+        Never raises on sampled ids, whatever they are. Calls carry the model's own ids where the format has
+        them, else an empty id (the session issues one).
+        """
+
+    def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> bool:
+        """Return whether the template drops reasoning that these messages carry."""
+
+    def completion(self, message: Message, tools: Sequence[ToolSchema]) -> TokenIds:
+        """Return what a model would sample to say ``message``: the ids that follow the generation prompt in
+        the template's own render, stop id included. For scripts and demonstrations.
+        """
+
+    def decode(self, ids: TokenIds) -> str:
+        """Return the text of ids, special tokens included (to show, never to re-encode)."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the chat format and how it was decided: what is printed at start and saved with a run."""

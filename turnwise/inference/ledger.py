@@ -1,0 +1,230 @@
+"""The ledger: what crossed between the recorder and the model, written down by somebody who is not the recorder.
+
+Owns: :class:`LedgerClient`, a wrapper of any LLMClient that appends each successful call to a file before the
+session learns of it, and :func:`read_ledger`. Refuses: to know anything of messages, turns or branches, so that
+holding trajectories against it proves something.
+
+File format, one JSON object a line: ``{"event": "start", "schema_version": 1}`` when a process opens the file,
+``{"event": "end"}`` when it closes it in order, and between them one record a call::
+
+    {"session": ..., "shared": k, "ids": [...], "completion": [...], "logprobs": [...],
+     "versions": [[version, start, end], ...], "finish": "stop"}
+
+The prompt is the first ``shared`` ids of the session's previous prompt + completion in this part of the file,
+then ``ids``: conversations cost their new tokens, not their square.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from turnwise.errors import FormatError
+from turnwise.inference.core import LLMClient, ModelInfo
+from turnwise.types import Completion, Logprobs, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
+
+SCHEMA_VERSION = 1
+# Ids of earlier requests kept to write the next one as a difference: 64 MiB.
+_REMEMBERED_IDS = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One successful model call.
+
+    Attributes:
+        part: Which process wrote it, counted from 0.
+        session: The session id that the request carried.
+        prompt_ids: int32 of shape [tokens], what the engine saw.
+        completion_ids: int32 of shape [tokens], what it sampled.
+        logprobs: float32 of shape [tokens].
+        weight_versions: Spans over the completion.
+        finish_reason: How it ended.
+    """
+
+    part: int
+    session: str
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+    logprobs: Logprobs
+    weight_versions: tuple[VersionSpan, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A ledger file, read.
+
+    Attributes:
+        entries: All calls in the order in which they ended.
+        closed_parts: Parts whose process closed the file in order. In the others sessions may be missing
+            from the trajectories: their process was killed before the episodes ended.
+        torn: Whether the last line is cut off (a process was killed while it wrote).
+    """
+
+    entries: list[LedgerEntry]
+    closed_parts: frozenset[int]
+    torn: bool
+
+
+class LedgerClient(LLMClient):
+    """Passes every request on, and writes down each that succeeds.
+
+    The record is in the file before the caller gets the completion, with no suspension in between: a session
+    cannot commit a completion that the ledger lacks.
+    """
+
+    def __init__(self, inner: LLMClient, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._inner = inner
+        # A torn last line of a killed process must not swallow the first line of this one.
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._last: OrderedDict[str, TokenIds] = OrderedDict()
+        self._remembered = 0
+        self._closed = False
+        self._write((b"\n" if torn else b"") + orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
+
+    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
+        """Pass on to the inner client, then write the call down."""
+        completion = await self._inner.generate(prompt, params, session_id=session_id)
+        self._note(session_id, prompt.ids, completion)
+        return completion
+
+    async def stream(
+        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
+    ) -> AsyncIterator[TokenDelta]:
+        """Pass the pieces on; the call is written down before the last one is."""
+        pieces: list[TokenDelta] = []
+        async for delta in self._inner.stream(prompt, params, session_id=session_id):
+            pieces.append(delta)
+            if delta.finish_reason is not None:
+                self._note(session_id, prompt.ids, join_deltas(pieces))
+            yield delta
+
+    async def model_info(self) -> ModelInfo:
+        """Ask the inner client."""
+        return await self._inner.model_info()
+
+    async def close(self) -> None:
+        """Mark the part as ended in order and close file and inner client."""
+        if not self._closed:
+            self._closed = True
+            self._write(orjson.dumps({"event": "end"}))
+            os.close(self._file)
+        await self._inner.close()
+
+    def _note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
+        before = self._last.pop(session, None)
+        shared = 0 if before is None else _shared_prefix(before, prompt)
+        self._last[session] = now = np.concatenate([prompt, completion.token_ids])
+        self._remembered += len(now) - (0 if before is None else len(before))
+        while self._remembered > _REMEMBERED_IDS and len(self._last) > 1:
+            self._remembered -= len(self._last.popitem(last=False)[1])
+        record = {
+            "session": session,
+            "shared": shared,
+            "ids": np.ascontiguousarray(prompt[shared:]),
+            "completion": completion.token_ids,
+            "logprobs": completion.logprobs,
+            "versions": completion.weight_versions,
+            "finish": completion.finish_reason,
+        }
+        self._write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+
+    def _write(self, record: bytes) -> None:
+        data = record + b"\n"
+        written = os.write(self._file, data)
+        while written < len(data):
+            written += os.write(self._file, data[written:])
+
+
+def _shared_prefix(before: TokenIds, prompt: TokenIds) -> int:
+    length = min(len(before), len(prompt))
+    differ = np.flatnonzero(before[:length] != prompt[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def join_deltas(pieces: list[TokenDelta]) -> Completion:
+    """Return the completion that these pieces are."""
+    spans: list[VersionSpan] = []
+    start = 0
+    for piece in pieces:
+        end = start + len(piece.token_ids)
+        if spans and spans[-1][0] == piece.weight_version:
+            spans[-1] = (piece.weight_version, spans[-1][1], end)
+        elif end > start:
+            spans.append((piece.weight_version, start, end))
+        start = end
+    return Completion(
+        np.concatenate([piece.token_ids for piece in pieces]).astype(np.int32),
+        np.concatenate([piece.logprobs for piece in pieces]).astype(np.float32),
+        pieces[-1].finish_reason or "error",
+        tuple(spans),
+    )
+
+
+def read_ledger(path: Path) -> Ledger:
+    """Read a ledger file.
+
+    Raises:
+        FormatError: A line that is not the last cannot be read, or has another schema version.
+    """
+    entries: list[LedgerEntry] = []
+    closed: set[int] = set()
+    part, torn = -1, False
+    last: dict[str, TokenIds] = {}
+    for number, record in _lines(path):
+        if record is None:
+            torn = True
+            continue
+        event = record.get("event")
+        if event == "start":
+            if record.get("schema_version") != SCHEMA_VERSION:
+                raise FormatError(
+                    f"{path}:{number}: schema version {record.get('schema_version')}; expected {SCHEMA_VERSION}"
+                )
+            part, last, torn = part + 1, {}, False
+        elif event == "end":
+            closed.add(part)
+        else:
+            entries.append(_entry(path, number, part, record, last))
+    return Ledger(entries, frozenset(closed), torn)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, object] | None]]:
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            yield number, orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            following = next((later for later in lines[number:] if later), b"")
+            # Only a kill may cut a line: then it is the last one, or the next process starts after it.
+            if following and not following.startswith(b'{"event":"start"'):
+                raise FormatError(f"{path}:{number}: not JSON: {error}") from error
+            yield number, None
+
+
+def _entry(path: Path, number: int, part: int, record: dict[str, object], last: dict[str, TokenIds]) -> LedgerEntry:
+    try:
+        session = str(record["session"])
+        shared = int(record["shared"])  # type: ignore[call-overload]
+        before = last.get(session, np.zeros(0, np.int32))
+        if shared > len(before):
+            raise ValueError(f"shares {shared} ids with a call that has {len(before)}")
+        prompt = np.concatenate([before[:shared], np.asarray(record["ids"], np.int32)])
+        completion = np.asarray(record["completion"], np.int32)
+        last[session] = np.concatenate([prompt, completion])
+        versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])  # type: ignore[attr-defined]
+        logprobs = np.asarray(record["logprobs"], np.float32)
+        return LedgerEntry(part, session, prompt, completion, logprobs, versions, str(record["finish"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}:{number}: malformed ledger record: {error!r}") from error

@@ -1,0 +1,221 @@
+"""A model that follows a script: for tests, demonstrations and dry runs. A fake that ships, not a mock.
+
+Owns: :class:`ScriptedClient`, an LLMClient that samples what a script says, and :func:`replay`, which turns a
+written conversation into the trajectory that a model saying it would have left.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from turnwise.errors import RequestRefused, SessionError
+from turnwise.inference.canonical import canonical_messages
+from turnwise.inference.core import LLMClient, ModelInfo, Renderer
+from turnwise.inference.session import Session, SessionLimits
+from turnwise.trajectory import Trajectory
+from turnwise.types import (
+    Completion,
+    FinishReason,
+    Logprobs,
+    Message,
+    SamplingParams,
+    TokenDelta,
+    TokenIds,
+    TokenPrompt,
+    ToolSchema,
+)
+
+Line = Message | str | Sequence[int] | TokenIds | Completion | BaseException
+"""What a script says next: a message or its text (encoded as the chat format would write it), exact ids, a whole
+completion, or an error to raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedRequest:
+    """What a script is asked.
+
+    Attributes:
+        session_id: Which session asks.
+        number: How many requests of this session came before.
+        prompt: The ids that the model would see.
+        params: How it would sample.
+        renderer: To read the prompt: ``request.renderer.decode(request.prompt)``.
+    """
+
+    session_id: str
+    number: int
+    prompt: TokenIds
+    params: SamplingParams
+    renderer: Renderer
+
+    @property
+    def text(self) -> str:
+        """The prompt as text, special tokens included."""
+        return self.renderer.decode(self.prompt)
+
+
+Script = Callable[[ScriptedRequest], Line | Awaitable[Line]]
+
+
+class ScriptedClient(LLMClient):
+    """Answers from a script.
+
+    Args:
+        renderer: Encodes what the script says.
+        script: A function of the request (plain or async), or a list of lines that each session goes through.
+        tools: What the chat format may need to write calls.
+        context_length: What :meth:`model_info` reports, and the limit that requests are held to.
+        weight_version: The version that completions carry.
+
+    Log-probabilities are made up from id and position, so that no two neighbours are alike: a test that mixes
+    them up fails.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        script: Script | Sequence[Line],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        context_length: int = 1_000_000,
+        weight_version: int = 0,
+    ) -> None:
+        self.requests: list[ScriptedRequest] = []
+        self.weight_version = weight_version
+        self._renderer = renderer
+        self._script = script
+        self._tools = tuple(tools)
+        self._context_length = context_length
+        self._numbers: dict[str, int] = {}
+
+    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
+        """Sample what the script says. An error in the script is raised as it is."""
+        if len(prompt.ids) >= self._context_length:
+            raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, the context {self._context_length}")
+        number = self._numbers.get(session_id, 0)
+        self._numbers[session_id] = number + 1
+        request = ScriptedRequest(session_id, number, prompt.ids, params, self._renderer)
+        self.requests.append(request)
+        line = await self._next(request)
+        if isinstance(line, BaseException):
+            raise line
+        if isinstance(line, Completion):
+            return line
+        return self._complete(self._encode(line), params)
+
+    async def stream(
+        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
+    ) -> AsyncIterator[TokenDelta]:
+        """Sample what the script says, one id at a time."""
+        completion = await self.generate(prompt, params, session_id=session_id)
+        last = len(completion.token_ids) - 1
+        for position in range(last + 1):
+            piece = slice(position, position + 1)
+            reason = completion.finish_reason if position == last else None
+            yield TokenDelta(
+                completion.token_ids[piece], completion.logprobs[piece], completion.weight_versions[0][0], reason
+            )
+
+    async def model_info(self) -> ModelInfo:
+        """Return a model of the configured context length."""
+        return ModelInfo("scripted", self._context_length, self.weight_version)
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    async def _next(self, request: ScriptedRequest) -> Line:
+        if callable(self._script):
+            line = self._script(request)
+            return await line if inspect.isawaitable(line) else line
+        if request.number >= len(self._script):
+            return SessionError(
+                f"the script has {len(self._script)} lines; session {request.session_id!r} asks for another"
+            )
+        return self._script[request.number]
+
+    def _encode(self, line: Message | str | Sequence[int] | TokenIds) -> TokenIds:
+        if isinstance(line, str):
+            line = {"role": "assistant", "content": line}
+        if isinstance(line, Mapping):
+            return self._renderer.completion(line, self._tools)
+        return np.asarray(line, np.int32)
+
+    def _complete(self, ids: TokenIds, params: SamplingParams) -> Completion:
+        stops = np.flatnonzero(np.isin(ids, params.stop_token_ids))
+        end = int(stops[0]) + 1 if len(stops) else len(ids)
+        finish: FinishReason = "stop" if len(stops) else "length"
+        for text in params.stop:
+            reached = next((n for n in range(1, end + 1) if text in self._renderer.decode(ids[:n])), None)
+            if reached is not None:
+                end, finish = reached, "stop"
+        if params.max_tokens is not None and end > params.max_tokens:
+            end, finish = params.max_tokens, "length"
+        ids = np.array(ids[:end], np.int32)
+        return Completion(ids, scripted_logprobs(ids), finish, ((self.weight_version, 0, end),))
+
+
+def scripted_logprobs(ids: TokenIds) -> Logprobs:
+    """Return made-up log-probabilities of shape [tokens] in [-1, 0)."""
+    mixed = (ids.astype(np.int64) * 31 + np.arange(len(ids)) * 17) % 97
+    return (-(mixed + 1) / 98).astype(np.float32)
+
+
+async def replay(
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema],
+    renderer: Renderer,
+    *,
+    trajectory_id: str = "replay",
+) -> Trajectory:
+    """Record a written conversation as if a model had said its assistant messages.
+
+    Each assistant message is one turn: its ids are what the chat format writes for it, stop id included, with
+    ``loss_mask`` 1; everything else is context.
+
+    Raises:
+        SessionError: The conversation begins with an assistant message or holds none.
+    """
+    lines = [message for message in messages if message["role"] == "assistant"]
+    if not lines:
+        raise SessionError(f"conversation {trajectory_id!r} holds no assistant message: nothing to learn from")
+    client = ScriptedClient(renderer, lines, tools=tools)
+    session = Session(client, renderer, id=trajectory_id, limits=SessionLimits(context_length=1_000_000))
+    said: list[Message] = []
+    ids: dict[str, str] = {}
+    for message in messages:
+        if message["role"] == "assistant":
+            answer = await session.chat(said, tools)
+            _check_said(message, answer, trajectory_id, len(said))
+            # Later messages name the calls by the ids that the conversation was written with.
+            written = message.get("tool_calls") or ()
+            ids.update(zip(map(_call_id, written), (call.id for call in answer.get("tool_calls", ())), strict=False))
+            said.append(answer)
+        else:
+            named = message.get("tool_call_id")
+            said.append({**message, "tool_call_id": ids[named]} if named in ids else message)
+    return Trajectory(
+        id=trajectory_id,
+        episode_id=trajectory_id,
+        group_id=trajectory_id,
+        task_id=trajectory_id,
+        segments=session.segments(messages=False),
+        metrics=session.metrics(),
+    )
+
+
+def _check_said(written: Message, said: Message, name: str, index: int) -> None:
+    want, got = (canonical_messages([message])[0] for message in (written, said))
+    if (want.text.strip(), want.reasoning.strip(), want.calls) != (got.text.strip(), got.reasoning.strip(), got.calls):
+        raise SessionError(
+            f"conversation {name!r}: messages[{index}] cannot be said in this chat format: written {want}, "
+            f"read back {got}"
+        )
+
+
+def _call_id(call: Any) -> str:
+    return str(call["id"] if isinstance(call, Mapping) else call.id)

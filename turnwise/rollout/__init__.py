@@ -1,0 +1,19 @@
+"""Rollouts: from tasks to groups of trajectories."""
+
+from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutRequest
+from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
+
+__all__ = [
+    "BatchRef",
+    "EpisodeOutcome",
+    "EpisodeRunner",
+    "EpisodeSpec",
+    "ReplayBuffer",
+    "RolloutConfig",
+    "RolloutManager",
+    "RolloutProducer",
+    "RolloutRequest",
+    "SpecConfig",
+]

@@ -1,0 +1,69 @@
+"""The configuration section of rollouts: which environment and agent, how many at once, and their limits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class SpecConfig(BaseModel):
+    """Something that travels as a name and a configuration, never as an object.
+
+    Attributes:
+        name: A registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``.
+        config: Keyword arguments of its constructor.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class RolloutConfig(BaseModel):
+    """How episodes are rolled out.
+
+    Attributes:
+        env: The environment, unless a task names its own.
+        agent: The agent, unless a task names its own.
+        group_size: Trajectories per task that are compared with each other.
+        temperature: Sampling temperature of training rollouts.
+        top_p: Nucleus mass in (0, 1].
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        min_p: Least share of the likeliest token's probability.
+        max_turns: Model calls per session; the episode then ends with ``max_turns``.
+        max_tokens_per_turn: Most tokens of one completion.
+        max_total_tokens: Most tokens of one session over all its branches, prompts included.
+        context_length: Most tokens of prompt and completion; by default what the server reports.
+        concurrency: Episodes that run at the same time.
+        episode_timeout: Seconds after which an episode ends with ``timeout``.
+        score_timeout: Seconds that scoring may take after the agent returned.
+        close_timeout: Seconds that an environment may take to close.
+        retries: How often an episode that an infrastructure failure ended is tried again.
+        max_lost_threads: How many tool threads may be lost to time-outs before the run ends.
+        save_messages: Whether saved trajectories hold their messages (to view them), not only ids.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    env: SpecConfig
+    agent: SpecConfig = SpecConfig(name="react")
+    group_size: PositiveInt = 8
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    max_turns: PositiveInt = 16
+    max_tokens_per_turn: PositiveInt | None = None
+    max_total_tokens: PositiveInt | None = None
+    context_length: PositiveInt | None = None
+    concurrency: PositiveInt = 128
+    episode_timeout: Annotated[float, Field(gt=0)] | None = 1800.0
+    score_timeout: Annotated[float, Field(gt=0)] = 600.0
+    close_timeout: Annotated[float, Field(gt=0)] = 30.0
+    retries: Annotated[int, Field(ge=0)] = 2
+    max_lost_threads: Annotated[int, Field(ge=0)] = 16
+    save_messages: bool = True

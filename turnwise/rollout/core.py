@@ -1,0 +1,107 @@
+"""The contracts between rollouts and training: who makes trajectories, and where they wait.
+
+Owns: :class:`RolloutManager` and :class:`ReplayBuffer`. A trainer knows nothing else of rollouts, whether they
+happen in this process or on other machines.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from turnwise.inference.core import LLMClient
+from turnwise.tasks import Task
+from turnwise.trajectory import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from turnwise.rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """A task to roll out, with what decides its seeds.
+
+    Attributes:
+        task: The dataset row.
+        epoch: How often the dataset was seen before; part of the reset seed.
+        group_size: Members of the group.
+        partition: ``train`` or ``val``.
+        temperature: Overrides the configured one (evaluation: 0 is greedy).
+        tag: Distinguishes groups of the same task and epoch (``greedy``, ``sampled``).
+    """
+
+    task: Task
+    epoch: int = 0
+    group_size: int = 1
+    partition: str = "train"
+    temperature: float | None = None
+    tag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRef:
+    """Names a batch that a buffer handed out.
+
+    Attributes:
+        id: Names it in ``fetch`` and ``release``.
+        group_ids: The groups in it, in order.
+    """
+
+    id: int
+    group_ids: tuple[str, ...]
+
+
+class ReplayBuffer(ABC):
+    """Where finished groups wait until they are trained."""
+
+    @abstractmethod
+    async def put(self, group: TrajectoryGroup) -> None:
+        """Take a finished group. Wakes those who wait in :meth:`sample`."""
+
+    @abstractmethod
+    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
+        """Wait for and hand out ``batch_size`` groups of a partition.
+
+        Args:
+            global_steps: The train step that asks.
+            partition_id: ``train`` or ``val``.
+            batch_size: How many groups.
+
+        Raises:
+            TurnwiseError: What :meth:`fail` was given: no further group will come.
+        """
+
+    @abstractmethod
+    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
+        """Return the groups of a batch. ``fields`` may leave out parts that the caller does not read
+        (``messages``).
+        """
+
+    @abstractmethod
+    async def release(self, ref: BatchRef) -> None:
+        """Forget a batch: it was trained."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Make every waiting and later ``sample`` raise: the producer ended with this error."""
+
+
+class RolloutManager(ABC):
+    """Turns tasks into groups of trajectories in a buffer."""
+
+    @classmethod
+    @abstractmethod
+    async def create(
+        cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer, **parts: Any
+    ) -> RolloutManager:
+        """Make a manager. ``parts`` holds what the run adds (renderer, writer of trajectories, ``custom``)."""
+
+    @abstractmethod
+    def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
+        """Start rolling out and return at once. Finished groups arrive in the buffer."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Cancel what runs and release everything."""

@@ -1,0 +1,182 @@
+"""Groups of episodes, many at the same time: the rollout manager of one process.
+
+Owns: :class:`RolloutProducer`: members and seeds of a group, bounded concurrency, retries after infrastructure
+failures. One failed member never discards its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from turnwise.agents.core import ToolThreadLost
+from turnwise.errors import EnvError, InferenceError, TurnwiseError
+from turnwise.inference.core import LLMClient, Renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutRequest
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tasks import stable_hash
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+Recover = Callable[[InferenceError], Awaitable[None]]
+
+
+class RolloutProducer(RolloutManager):
+    """Rolls out groups in this process; made by :meth:`create`."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        runner: EpisodeRunner,
+        buffer: ReplayBuffer | None,
+        *,
+        executor: ThreadPoolExecutor,
+        run_seed: int,
+        run_part: str,
+        recover: Recover | None,
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._buffer = buffer
+        self._executor = executor
+        self._run_seed = run_seed
+        self._run_part = run_part
+        self._recover = recover
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._running: set[asyncio.Task[None]] = set()
+        self._lost_threads = 0
+
+    @classmethod
+    async def create(
+        cls,
+        config: RolloutConfig,
+        client: LLMClient,
+        buffer: ReplayBuffer | None,
+        *,
+        renderer: Renderer,
+        run_seed: int = 0,
+        run_part: str = "0",
+        write: Callable[[Trajectory], None] | None = None,
+        recover: Recover | None = None,
+        **_unused: Any,
+    ) -> RolloutProducer:
+        """Make a producer.
+
+        Args:
+            config: Environment, agent and limits.
+            client: Who samples.
+            buffer: Where groups of :meth:`generate_sequences` go.
+            renderer: Messages to ids and back.
+            run_seed: Part of all seeds of training rollouts; evaluation uses 0.
+            run_part: Part of all ids: a resumed run may roll out the same task again.
+            write: Called with every trajectory.
+            recover: Awaited after an inference failure, before the episode is tried again. Raises when there is
+                nothing left to wait for, which ends the run.
+        """
+        info = await client.model_info()
+        # Threads are made on demand: a run whose tools are all async has none.
+        executor = ThreadPoolExecutor(config.concurrency, thread_name_prefix="turnwise-tools")
+        runner = EpisodeRunner(
+            config, client, renderer, context_length=info.context_length, executor=executor, write=write
+        )
+        return cls(config, runner, buffer, executor=executor, run_seed=run_seed, run_part=run_part, recover=recover)
+
+    def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
+        """Start rolling out; finished groups arrive in the buffer in the order in which they end."""
+        for request in requests:
+            task = asyncio.create_task(self._produce(request))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def gather(
+        self,
+        requests: Sequence[RolloutRequest],
+        on_group: Callable[[TrajectoryGroup], None] | None = None,
+    ) -> list[TrajectoryGroup]:
+        """Roll out and return the groups in the order of the requests, past the buffer (evaluation)."""
+
+        async def one(request: RolloutRequest) -> TrajectoryGroup:
+            group = await self._group(request)
+            if on_group is not None:
+                on_group(group)
+            return group
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(one(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise _first(errors) from errors
+        return [group.result() for group in groups]
+
+    async def close(self) -> None:
+        """Cancel what runs, wait until its environments are closed, and release the threads."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        # A thread that was lost to a time-out cannot be joined.
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _produce(self, request: RolloutRequest) -> None:
+        if self._buffer is None:
+            raise TurnwiseError("this producer was made without a buffer: use gather()")
+        try:
+            await self._buffer.put(await self._group(request))
+        except Exception as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
+            self._buffer.fail(_first(error))
+
+    async def _group(self, request: RolloutRequest) -> TrajectoryGroup:
+        name = f"{self._run_part}-{request.partition}-{request.task.id}-e{request.epoch}"
+        group_id = f"{name}-{request.tag}" if request.tag else name
+        async with asyncio.TaskGroup() as members:
+            running = [
+                members.create_task(self._member(request, group_id, member)) for member in range(request.group_size)
+            ]
+        finished = [task.result() for task in running]
+        trajectories = [trajectory for member in finished if member is not None for trajectory in member]
+        failed = sum(member is None for member in finished)
+        return TrajectoryGroup(group_id, request.task.id, trajectories, request.partition, failed)
+
+    async def _member(self, request: RolloutRequest, group_id: str, member: int) -> list[Trajectory] | None:
+        """Run one member, again after infrastructure failures. None: its last attempt failed too."""
+        seed = 0 if request.partition == "val" else self._run_seed
+        spec = EpisodeSpec(
+            task=request.task,
+            group_id=group_id,
+            member=member,
+            partition=request.partition,
+            env_seed=stable_hash("reset", seed, request.task.id, request.epoch),
+            sampling_seed=stable_hash("sampling", seed, request.task.id, request.epoch, request.tag, member),
+            temperature=request.temperature,
+        )
+        for attempt in range(self._config.retries + 1):
+            async with self._slots:
+                outcome = await self._runner.run(replace(spec, attempt=attempt))
+            error = outcome.error
+            if error is None:
+                return outcome.trajectories
+            if isinstance(error, ToolThreadLost):
+                self._lose_thread(error)
+            if isinstance(error, InferenceError) and self._recover is not None:
+                await self._recover(error)
+            if not (isinstance(error, TurnwiseError) and error.retryable):
+                break
+        return None
+
+    def _lose_thread(self, error: ToolThreadLost) -> None:
+        self._lost_threads += 1
+        if self._lost_threads > self._config.max_lost_threads:
+            raise EnvError(
+                f"{self._lost_threads} tool threads were lost to time-outs, rollout.max_lost_threads is "
+                f"{self._config.max_lost_threads}: {error}"
+            ) from error
+
+
+def _first(error: Exception) -> Exception:
+    """Return the first error of a group of errors: the others followed from it, or say the same."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

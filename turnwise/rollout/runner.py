@@ -1,0 +1,287 @@
+"""One episode, from reset to close. The one place where errors become data.
+
+Owns: :class:`EpisodeRunner`. Whatever an environment, an agent, a tool or a server does, :meth:`EpisodeRunner.run`
+returns trajectories that say so: a stop reason for every end, an error where one ended the episode. An episode
+that an error ended is never scored, so a failure is never a reward of zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+
+from turnwise.agents.core import Agent, Episode, EpisodeLimits, ToolThreadLost, make_agent
+from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.registration import make
+from turnwise.errors import AgentError, BudgetSpent, EnvError, TurnwiseError
+from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.session import Session, SessionLimits
+from turnwise.rollout.config import RolloutConfig
+from turnwise.tasks import Task, stable_hash
+from turnwise.trajectory import Trajectory
+from turnwise.types import SamplingParams, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """Which episode to run.
+
+    Attributes:
+        task: The dataset row.
+        group_id: The group that the trajectories are compared within.
+        member: Place in the group.
+        attempt: 0 at first, counted up by retries.
+        partition: ``train`` or ``val``.
+        env_seed: Seed of the reset: equal for all members of a group.
+        sampling_seed: Seed of the sampling: different for each member.
+        temperature: Instead of the configured one.
+    """
+
+    task: Task
+    group_id: str
+    member: int = 0
+    attempt: int = 0
+    partition: str = "train"
+    env_seed: int = 0
+    sampling_seed: int = 0
+    temperature: float | None = None
+
+    @property
+    def episode_id(self) -> str:
+        """Unique in the run: group, member and attempt."""
+        return f"{self.group_id}/{self.member}.{self.attempt}"
+
+
+@dataclass(slots=True)
+class EpisodeOutcome:
+    """What an episode left.
+
+    Attributes:
+        trajectories: One for each session, the main one first.
+        error: What ended it, where an error did.
+    """
+
+    trajectories: list[Trajectory]
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Run:
+    """The state of one running episode."""
+
+    spec: EpisodeSpec
+    env: Env | None = None
+    episode: Episode | None = None
+    sessions: dict[str, tuple[Session, str]] = field(default_factory=dict)
+    stop_reason: StopReason = StopReason.COMPLETED
+    error: Exception | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class EpisodeRunner:
+    """Runs episodes, any number at the same time.
+
+    Args:
+        config: Environment, agent and limits.
+        client: Who samples.
+        renderer: Messages to ids and back.
+        context_length: What the server can take.
+        executor: Where sync tools and blocking environments run.
+        write: Called with every trajectory, failed and cancelled ones included.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        client: LLMClient,
+        renderer: Renderer,
+        *,
+        context_length: int,
+        executor: Executor | None = None,
+        write: Callable[[Trajectory], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._renderer = renderer
+        self._executor = executor
+        self._write = write
+        self._context_length = min(context_length, config.context_length or context_length)
+        self._agents: dict[str, Agent] = {}
+
+    async def run(self, spec: EpisodeSpec) -> EpisodeOutcome:
+        """Run one episode and return what it left.
+
+        Raises:
+            CancelledError: The caller was cancelled. The environment is closed and the trajectories are written
+                before it is raised.
+        """
+        run = _Run(spec)
+        started = time.monotonic()
+        try:
+            await self._act(run)
+            await self._score(run)
+        except asyncio.CancelledError:
+            run.stop_reason = StopReason.CANCELLED
+            raise
+        except ToolThreadLost as error:
+            run.stop_reason, run.error = StopReason.TIMEOUT, error
+        except TurnwiseError as error:
+            run.stop_reason, run.error = StopReason.ERROR, error
+        except Exception as error:  # noqa: BLE001 - an agent's own code runs here: whatever it raises becomes data
+            run.stop_reason = StopReason.ERROR
+            run.error = AgentError(f"the agent raised {type(error).__name__}: {error}")
+            run.error.__cause__ = error
+        finally:
+            interrupted = await self._close(run)
+            run.metrics["seconds"] = time.monotonic() - started
+            trajectories = self._trajectories(run)
+            if self._write is not None:
+                for trajectory in trajectories:
+                    self._write(trajectory)
+            if interrupted:
+                raise asyncio.CancelledError
+        return EpisodeOutcome(trajectories, run.error)
+
+    async def _act(self, run: _Run) -> None:
+        agent = self._agent(run.spec.task)
+        timeout = self._config.episode_timeout
+        scope = asyncio.timeout(timeout)
+        try:
+            async with scope:
+                run.episode = episode = await self._reset(run, None if timeout is None else scope.when())
+                try:
+                    await agent.run(episode)
+                except BudgetSpent as spent:
+                    episode.finish(StopReason(spent.stop_reason))
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            if run.episode is None:
+                name = run.spec.task.env or self._config.env.name
+                raise EnvError(f"environment {name!r} did not reset within {timeout} s") from None
+            run.episode.finish(StopReason.TIMEOUT)
+
+    async def _reset(self, run: _Run, deadline: float | None) -> Episode:
+        spec, config = run.spec, self._config
+        if spec.task.env is None or spec.task.env == config.env.name:
+            run.env = make(config.env.name, **config.env.config)
+        else:
+            run.env = make(spec.task.env)
+        observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
+        limits = EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length)
+        return Episode(
+            run.env,
+            spec.task,
+            spec.env_seed,
+            observation=observation,
+            info=info,
+            tools=schemas(run.env),
+            limits=limits,
+            open_session=lambda name, policy: self._open(run, name, policy),
+            deadline=deadline,
+            executor=self._executor,
+        )
+
+    def _open(self, run: _Run, name: str, policy: str) -> Session:
+        config, spec = self._config, run.spec
+        params = SamplingParams(
+            temperature=config.temperature if spec.temperature is None else spec.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+        )
+        session = Session(
+            self._client,
+            self._renderer,
+            id=spec.episode_id if name == "main" else f"{spec.episode_id}/{name}",
+            limits=SessionLimits(
+                context_length=self._context_length,
+                max_tokens_per_turn=config.max_tokens_per_turn,
+                max_total_tokens=config.max_total_tokens,
+                max_turns=config.max_turns,
+            ),
+            params=params,
+            seed=stable_hash("session", spec.sampling_seed, name),
+        )
+        run.sessions[name] = (session, policy)
+        return session
+
+    def _agent(self, task: Task) -> Agent:
+        name = task.agent or self._config.agent.name
+        if name not in self._agents:
+            config = self._config.agent.config if name == self._config.agent.name else {}
+            self._agents[name] = make_agent(name, **config)
+        return self._agents[name]
+
+    async def _score(self, run: _Run) -> None:
+        episode = run.episode
+        if episode is None:
+            return
+        run.stop_reason = episode.stop_reason
+        try:
+            async with asyncio.timeout(self._config.score_timeout) as scope:
+                await episode.score()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise EnvError(f"scoring did not end within {self._config.score_timeout} s") from None
+
+    async def _close(self, run: _Run) -> bool:
+        """Close the environment. Returns whether this was cancelled meanwhile: the bound on closing holds, and
+        what the environment holds is released before the cancellation goes on.
+        """
+        if run.env is None:
+            return False
+        closing = asyncio.ensure_future(
+            asyncio.wait_for(invoke(run.env, "close", executor=self._executor), self._config.close_timeout)
+        )
+        interrupted = False
+        while not closing.done():
+            try:
+                await asyncio.wait([closing])
+            except asyncio.CancelledError:
+                interrupted = True
+                run.stop_reason = StopReason.CANCELLED
+        if closing.cancelled() or closing.exception() is not None:
+            run.metrics["close_errors"] = 1.0
+        return interrupted
+
+    def _trajectories(self, run: _Run) -> list[Trajectory]:
+        spec, episode = run.spec, run.episode
+        error = None if run.error is None else f"{type(run.error).__name__}: {run.error}"
+        blank = Trajectory(
+            id=spec.episode_id,
+            episode_id=spec.episode_id,
+            group_id=spec.group_id,
+            task_id=spec.task.id,
+            stop_reason=run.stop_reason,
+            error=error,
+            partition=spec.partition,
+            attempt=spec.attempt,
+            seed=spec.env_seed,
+            metrics=dict(run.metrics),
+        )
+        if not run.sessions:
+            return [blank]
+        result = []
+        for name, (session, policy) in sorted(run.sessions.items(), key=lambda item: item[0] != "main"):
+            metrics = {**session.metrics(), **run.metrics}
+            if name == "main" and episode is not None:
+                metrics |= episode.metrics
+            events = [(r.turn_id, r.name, r.value) for r in episode.rewards if r.agent == name] if episode else []
+            trajectory = replace(
+                blank,
+                id=session.id,
+                # Sessions of one name are compared with each other: a solver is not compared with its critic.
+                group_id=spec.group_id if name == "main" else f"{spec.group_id}/{name}",
+                agent=name,
+                policy=policy,
+                segments=session.segments(messages=self._config.save_messages),
+                rewards=events,
+                metrics=metrics,
+            )
+            result.append(trajectory)
+        return result

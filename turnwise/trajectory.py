@@ -1,0 +1,380 @@
+"""What an episode's session leaves, and the rows that training takes from it.
+
+Owns: :class:`Segment`, :class:`Trajectory`, :class:`TrainSample`, their bytes (with a schema version) and
+:func:`to_samples`. Refuses: making segments; only ``inference/session.py`` does that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from turnwise.errors import FormatError
+from turnwise.types import FinishReason, Logprobs, Media, StopReason, TokenIds, VersionSpan
+
+SCHEMA_VERSION = 1
+
+SegmentKind = Literal["context", "sampled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of ids that was added to a branch at once. Immutable.
+
+    Attributes:
+        index: Its place in ``Trajectory.segments``, in commit order (a parent stands before its children).
+        parent: Index of the segment before it, -1 for a root.
+        kind: ``context`` (``loss_mask`` 0) or ``sampled`` (``loss_mask`` 1).
+        ids: int32 of shape [tokens].
+        messages: What the ids mean, as JSON: the messages that a request added, or the one assistant message.
+        turn_id: Names the turn; sampled segments only.
+        logprobs: float32 of shape [tokens], sampled segments only.
+        weight_versions: Spans over ``ids``, sampled segments only.
+        finish_reason: Sampled segments only.
+        fork: Why this segment is not the first child of its parent, or None.
+        tools: Root contexts only: the tools of the root, as JSON.
+    """
+
+    index: int
+    parent: int
+    kind: SegmentKind
+    ids: TokenIds
+    messages: tuple[dict[str, Any], ...] = ()
+    turn_id: str | None = None
+    logprobs: Logprobs | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason | None = None
+    fork: str | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy sampled these ids."""
+        return self.kind == "sampled"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One model call: what was sampled, and the path of segments that the model saw before it."""
+
+    turn_id: str
+    sampled: Segment
+    path: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """What one session of one episode leaves.
+
+    Attributes:
+        id: Unique in the run.
+        episode_id: The episode (one attempt at a task) that it belongs to.
+        group_id: The group it is compared within.
+        task_id: The dataset row.
+        agent: The session's name (``main`` unless the agent opened further ones).
+        policy: Which policy sampled.
+        segments: A forest, in commit order.
+        rewards: Events (turn id or None, name, value).
+        stop_reason: Why it ended.
+        error: ``ErrorType: message`` where an error ended it.
+        metrics: Counts and times of this trajectory.
+        partition: ``train`` or ``val``.
+        attempt: 0 for the first attempt at this episode, counted up by retries.
+        seed: Seed with which the environment was reset.
+    """
+
+    id: str
+    episode_id: str
+    group_id: str
+    task_id: str
+    agent: str = "main"
+    policy: str = "main"
+    segments: list[Segment] = field(default_factory=list)
+    rewards: list[tuple[str | None, str, float]] = field(default_factory=list)
+    stop_reason: StopReason = StopReason.COMPLETED
+    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    partition: str = "train"
+    attempt: int = 0
+    seed: int = 0
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def reward(self) -> float:
+        """Sum of all reward events."""
+        return float(sum(value for _, _, value in self.rewards))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many ids the policy sampled, over all branches."""
+        return sum(len(segment.ids) for segment in self.segments if segment.sampled)
+
+    def forks(self) -> Counter[str]:
+        """Count the forks by reason."""
+        return Counter(segment.fork for segment in self.segments if segment.fork is not None)
+
+    def leaves(self) -> list[int]:
+        """Return the indices of segments without children, in commit order."""
+        parents = {segment.parent for segment in self.segments}
+        return [segment.index for segment in self.segments if segment.index not in parents]
+
+    def path(self, index: int) -> list[Segment]:
+        """Return the segments from a root to ``index``, in order."""
+        path = []
+        while index >= 0:
+            path.append(self.segments[index])
+            index = self.segments[index].parent
+        return path[::-1]
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield the turns in commit order."""
+        for segment in self.segments:
+            if segment.sampled and segment.turn_id is not None:
+                path = tuple(before.index for before in self.path(segment.parent))
+                yield Turn(segment.turn_id, segment, path)
+
+    def to_bytes(self) -> bytes:
+        """Return one line of JSON (no line break) that :meth:`from_bytes` reads back exactly.
+
+        Raises:
+            FormatError: A log-probability or reward is not finite.
+        """
+        for segment in self.segments:
+            if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
+                raise FormatError(f"trajectory {self.id}: segment {segment.index} has a logprob that is not finite")
+        if not np.isfinite([value for _, _, value in self.rewards]).all():
+            raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}")
+        record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
+        record["segments"] = [_segment_record(segment) for segment in self.segments]
+        return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | str) -> Trajectory:
+        """Read what :meth:`to_bytes` wrote.
+
+        Raises:
+            FormatError: Not JSON, another schema version, or a missing or malformed field.
+        """
+        record = _load(data, "trajectory")
+        try:
+            segments = [_read_segment(item) for item in record.pop("segments")]
+            record["stop_reason"] = StopReason(record["stop_reason"])
+            record["rewards"] = [(turn, name, float(value)) for turn, name, value in record["rewards"]]
+            return cls(segments=segments, **record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"trajectory record {record.get('id')!r} is malformed: {error!r}") from error
+
+
+_TRAJECTORY_FIELDS = (
+    "id", "episode_id", "group_id", "task_id", "agent", "policy", "rewards", "stop_reason", "error", "metrics",
+    "partition", "attempt", "seed", "schema_version",
+)  # fmt: skip
+
+
+def _segment_record(segment: Segment) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "index": segment.index,
+        "parent": segment.parent,
+        "kind": segment.kind,
+        "ids": segment.ids,
+        "messages": segment.messages,
+    }
+    if segment.sampled:
+        record |= {
+            "turn_id": segment.turn_id,
+            "logprobs": segment.logprobs,
+            "weight_versions": segment.weight_versions,
+            "finish_reason": segment.finish_reason,
+        }
+    if segment.fork is not None:
+        record["fork"] = segment.fork
+    if segment.tools is not None:
+        record["tools"] = segment.tools
+    return record
+
+
+def _read_segment(record: dict[str, Any]) -> Segment:
+    logprobs = record.get("logprobs")
+    tools = record.get("tools")
+    return Segment(
+        index=record["index"],
+        parent=record["parent"],
+        kind=record["kind"],
+        ids=np.asarray(record["ids"], np.int32),
+        messages=tuple(record["messages"]),
+        turn_id=record.get("turn_id"),
+        logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
+        weight_versions=tuple((int(v), int(s), int(e)) for v, s, e in record.get("weight_versions", ())),
+        finish_reason=record.get("finish_reason"),
+        fork=record.get("fork"),
+        tools=None if tools is None else tuple(tools),
+    )
+
+
+def _load(data: bytes | str, what: str) -> dict[str, Any]:
+    try:
+        record = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise FormatError(f"a {what} record is not JSON: {error}") from error
+    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+        version = record.get("schema_version") if isinstance(record, dict) else None
+        raise FormatError(f"a {what} record has schema version {version!r}; this version reads {SCHEMA_VERSION}")
+    return record
+
+
+@dataclass(slots=True)
+class TrajectoryGroup:
+    """Trajectories of one task that are compared with each other (ragged where members were dropped).
+
+    Attributes:
+        id: Unique in the run.
+        task_id: Their task.
+        trajectories: The members.
+        partition: ``train`` or ``val``.
+        failed: How many members ended in an error and are not among ``trajectories``.
+    """
+
+    id: str
+    task_id: str
+    trajectories: list[Trajectory]
+    partition: str = "train"
+    failed: int = 0
+
+    def to_bytes(self) -> bytes:
+        """Return one line of JSON that :meth:`from_bytes` reads back."""
+        head = {
+            "id": self.id,
+            "task_id": self.task_id,
+            "partition": self.partition,
+            "failed": self.failed,
+            "schema_version": SCHEMA_VERSION,
+            "trajectories": [orjson.Fragment(member.to_bytes()) for member in self.trajectories],
+        }
+        return orjson.dumps(head)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | str) -> TrajectoryGroup:
+        """Read what :meth:`to_bytes` wrote. Raises FormatError."""
+        record = _load(data, "group")
+        record.pop("schema_version")
+        try:
+            members = [Trajectory.from_bytes(orjson.dumps(member)) for member in record.pop("trajectories")]
+            return cls(trajectories=members, **record)
+        except (KeyError, TypeError) as error:
+            raise FormatError(f"group record {record.get('id')!r} is malformed: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One training row: a branch of a trajectory, from its root to a leaf.
+
+    All arrays have shape [tokens].
+
+    Attributes:
+        input_ids: int32, exactly what the engine saw and sampled.
+        loss_mask: bool, true exactly where the policy sampled the id and this row trains it.
+        rollout_logprobs: float32, 0 where the id was not sampled.
+        weight_versions: int32, the version that sampled the id, -1 where it was not sampled.
+        turn_ids: int32, number of the turn in commit order, -1 where the id was not sampled.
+        trajectory_id: Its trajectory.
+        group_id: Its group.
+        leaf: Index of the leaf segment.
+        media: What the placeholders stand for.
+    """
+
+    input_ids: TokenIds
+    loss_mask: npt.NDArray[np.bool_]
+    rollout_logprobs: Logprobs
+    weight_versions: npt.NDArray[np.int32]
+    turn_ids: npt.NDArray[np.int32]
+    trajectory_id: str
+    group_id: str
+    leaf: int
+    media: tuple[Media, ...] = ()
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many ids this row trains."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The rows of a trajectory, and what did not become part of one.
+
+    Attributes:
+        rows: The training rows.
+        empty_leaves: Leaves whose row owned no sampled id.
+        unowned_tokens: Sampled ids that no kept row trains: 0 unless rows were filtered or cut.
+    """
+
+    rows: list[TrainSample]
+    empty_leaves: int
+    unowned_tokens: int
+
+
+def to_samples(
+    trajectory: Trajectory,
+    *,
+    max_tokens: int | None = None,
+    keep: Callable[[Sequence[Segment]], bool] | None = None,
+) -> Samples:
+    """Return one row per leaf; each sampled id is trained in exactly one of them.
+
+    A sampled segment that several leaves share is trained in the first kept one, in commit order. Owners are
+    chosen after filtering and cutting.
+
+    Args:
+        trajectory: Where the rows come from.
+        max_tokens: Rows are cut after this many ids.
+        keep: Decides by a leaf's path whether its row is kept.
+    """
+    numbers = {s.index: n for n, s in enumerate(s for s in trajectory.segments if s.sampled)}
+    owned: set[int] = set()
+    rows, empty, trained = [], 0, 0
+    for leaf in trajectory.leaves():
+        path = trajectory.path(leaf)
+        if keep is not None and not keep(path):
+            continue
+        row = _row(trajectory, path, numbers, owned, max_tokens)
+        if row.trained_tokens == 0:
+            empty += 1
+            continue
+        trained += row.trained_tokens
+        rows.append(row)
+    return Samples(rows, empty, trajectory.sampled_tokens - trained)
+
+
+def _row(
+    trajectory: Trajectory,
+    path: Sequence[Segment],
+    numbers: dict[int, int],
+    owned: set[int],
+    max_tokens: int | None,
+) -> TrainSample:
+    total = sum(len(segment.ids) for segment in path)
+    length = total if max_tokens is None else min(total, max_tokens)
+    ids = np.concatenate([segment.ids for segment in path])[:length]
+    mask = np.zeros(length, np.bool_)
+    logprobs = np.zeros(length, np.float32)
+    versions = np.full(length, -1, np.int32)
+    turns = np.full(length, -1, np.int32)
+    start = 0
+    for segment in path:
+        end = min(start + len(segment.ids), length)
+        if segment.sampled and segment.logprobs is not None and start < end:
+            logprobs[start:end] = segment.logprobs[: end - start]
+            turns[start:end] = numbers[segment.index]
+            for version, first, last in segment.weight_versions:
+                versions[start + first : min(start + last, end)] = version
+            if segment.index not in owned:
+                mask[start:end] = True
+                owned.add(segment.index)
+        start += len(segment.ids)
+    return TrainSample(ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, path[-1].index)

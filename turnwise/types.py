@@ -1,0 +1,196 @@
+"""The nouns that every room of the house shares: messages, calls, prompts, completions.
+
+Owns: the shapes that cross package borders. Refuses: behaviour. OpenAI's and
+Anthropic's JSON forms exist only in the renderer and the gateway, never here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Required, TypeAlias, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+Logprobs: TypeAlias = npt.NDArray[np.float32]
+Json: TypeAlias = Any
+"""A value that ``json.loads`` can return."""
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. Every episode ends with exactly one of these."""
+
+    COMPLETED = "completed"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_OVERFLOW = "context_overflow"
+    ENV_TRUNCATED = "env_truncated"
+    INVALID_CALLS = "invalid_calls"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that a model made.
+
+    Attributes:
+        id: Unique in the session that issued it.
+        name: The tool's name; empty where the model gave none.
+        arguments: The parsed arguments; empty where ``error`` is set.
+        raw: The text of the arguments (or of the whole block) as it was sampled.
+        error: Why the call cannot be used, or None. A call with an error is never executed.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    raw: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """What a model is told of a tool.
+
+    Attributes:
+        name: The name that calls use.
+        description: Free text; may be empty.
+        parameters: A JSON schema of type ``object``. Nothing of it is lost on the way to the prompt.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ``{"type": "function", "function": {...}}`` form that chat templates expect."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
+        }
+
+
+class Message(TypedDict, total=False):
+    """One message of a conversation, in this package's own form.
+
+    ``tool_calls`` holds :class:`ToolCall` objects. ``turn_id`` and ``finish_reason`` are set by
+    ``Session.chat`` on assistant messages: the first names the turn in the trajectory, the second says how
+    the completion ended (``length`` means that it was cut).
+    """
+
+    role: Required[Role]
+    content: str | list[dict[str, Any]] | None
+    tool_calls: Sequence[ToolCall]
+    tool_call_id: str
+    name: str
+    reasoning_content: str | None
+    turn_id: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One image, audio clip or video and where it stands in the prompt.
+
+    Attributes:
+        kind: ``image``, ``audio`` or ``video``.
+        data: The encoded bytes.
+        position: Index of its first placeholder id in the prompt.
+        length: How many placeholder ids it covers.
+    """
+
+    kind: Literal["image", "audio", "video"]
+    data: bytes
+    position: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """The ids of a prompt, int32 of shape [tokens], and the media that it holds."""
+
+    ids: TokenIds
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is sampled.
+
+    Attributes:
+        temperature: Divides the logits; 0 is greedy.
+        top_p: Nucleus mass in (0, 1].
+        top_k: Keep the k likeliest ids; 0 keeps all.
+        min_p: Keep ids with at least this share of the likeliest id's probability.
+        max_tokens: At most this many ids; None is up to the context length.
+        stop: Strings that end the completion.
+        stop_token_ids: Ids that end the completion (the id itself is part of it).
+        seed: Seed of the counter-based generator, keyed by (seed, position); None lets the server choose.
+        ignore_eos: Sample on past stop ids (benchmarks only).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+VersionSpan: TypeAlias = tuple[int, int, int]
+"""(weight_version, start, end): completion ids [start, end) were sampled by that version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an inference server sampled for one prompt.
+
+    Attributes:
+        token_ids: int32 of shape [tokens]; a sampled stop id is its last element.
+        logprobs: float32 of shape [tokens]: log-probability of each id under the distribution divided by
+            the temperature, before any truncation (top-k, top-p, min-p). At temperature 0: of the raw logits.
+        finish_reason: How it ended.
+        weight_versions: Spans that cover all ids in order, without gaps.
+        routed_experts: int16 of shape [tokens, layers, top_k] for mixture models whose server reports it.
+    """
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    finish_reason: FinishReason
+    weight_versions: tuple[VersionSpan, ...]
+    routed_experts: npt.NDArray[np.int16] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """A piece of a streamed completion; ``finish_reason`` is set on the last one only."""
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    weight_version: int
+    finish_reason: FinishReason | None = None
+
+
+def as_ids(values: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
+    """Return ``values`` as the int32 array that prompts and segments hold."""
+    return np.asarray(values, dtype=np.int32)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return a message's text: its content, or the joined text parts of it."""
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content if part.get("type", "text") == "text")
