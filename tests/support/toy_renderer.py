@@ -75,6 +75,7 @@ class ToyRenderer:
     def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> Message:
         text, reasoning, calls, place, current = "", "", [], "text", ""
         for token in completion.tolist():
+            character = chr(max(0, token - FIRST_CHARACTER))
             if token == END:
                 break
             if token == THINK:
@@ -86,11 +87,11 @@ class ToyRenderer:
             elif token == CALL:
                 place, current = "call", ""
             elif place == "think":
-                reasoning += chr(token - FIRST_CHARACTER)
+                reasoning += character
             elif place == "call":
-                current += chr(token - FIRST_CHARACTER)
+                current += character
             else:
-                text += chr(max(0, token - FIRST_CHARACTER))
+                text += character
         message: Message = {"role": "assistant", "content": text}
         if reasoning:
             message["reasoning_content"] = reasoning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections import Counter
 from pathlib import Path
@@ -132,7 +133,9 @@ async def test_what_does_not_extend_forks_with_its_reason(change, reason) -> Non
 
 async def test_changed_tools_are_another_root_and_key_order_is_not() -> None:
     session = new_session(["a1", "a2", "a3"])
-    first = await session.chat([user("q")], [ToolSchema("look", "", {"type": "object", "properties": {"a": {}, "b": {}}})])
+    first = await session.chat(
+        [user("q")], [ToolSchema("look", "", {"type": "object", "properties": {"a": {}, "b": {}}})]
+    )
     again = [user("q"), first, user("more")]
     second = await session.chat(again, [ToolSchema("look", "", {"properties": {"b": {}, "a": {}}, "type": "object"})])
     assert not trajectory_of(session).forks()
@@ -325,7 +328,9 @@ lines = st.one_of(
             "tool_calls": [ToolCall("", "look", arguments)],
         },
         texts,
-        st.dictionaries(st.sampled_from("xy"), st.one_of(st.integers(0, 3), st.booleans(), st.floats(0, 2)), max_size=2),
+        st.dictionaries(
+            st.sampled_from("xy"), st.one_of(st.integers(0, 3), st.booleans(), st.floats(0, 2)), max_size=2
+        ),
     ),
     st.lists(st.integers(0, 220), min_size=1, max_size=12),
 )
@@ -341,7 +346,11 @@ actions = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(script=st.lists(lines, min_size=8, max_size=8), plan=st.lists(actions, min_size=1, max_size=7), cut=st.integers(1, 30))
+@given(
+    script=st.lists(lines, min_size=8, max_size=8),
+    plan=st.lists(actions, min_size=1, max_size=7),
+    cut=st.integers(1, 30),
+)
 async def test_every_behaviour_is_recorded_exactly(tmp_path_factory, script, plan, cut) -> None:
     path: Path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"
     renderer = ToyRenderer()
@@ -391,3 +400,39 @@ async def test_every_behaviour_is_recorded_exactly(tmp_path_factory, script, pla
     children = Counter(segment.parent for segment in trajectory.segments)
     assert sum(trajectory.forks().values()) == sum(count - 1 for count in children.values())
     assert trajectory.sampled_tokens == session.metrics()["sampled_tokens"]
+
+
+async def test_requests_in_flight_together_share_their_context_and_fork_as_concurrent() -> None:
+    renderer = ToyRenderer()
+    both = asyncio.Barrier(2)
+
+    async def script(request):
+        await both.wait()
+        return f"answer {request.number}"
+
+    session = new_session(ScriptedClient(renderer, script), renderer=renderer)
+    await asyncio.gather(session.chat([user("q")]), session.chat([user("q")]))
+    trajectory = trajectory_of(session)
+    assert [(s.kind, s.parent) for s in trajectory.segments] == [("context", -1), ("sampled", 0), ("sampled", 0)]
+    assert trajectory.forks() == {"concurrent": 1}
+
+
+async def test_a_cancelled_request_leaves_nothing_and_the_next_one_is_no_fork() -> None:
+    renderer = ToyRenderer()
+    asked = asyncio.Event()
+
+    async def script(request):
+        asked.set()
+        if request.number == 0:
+            await asyncio.Event().wait()
+        return "answer"
+
+    session = new_session(ScriptedClient(renderer, script), renderer=renderer)
+    first = asyncio.create_task(session.chat([user("q")]))
+    await asked.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await session.chat([user("q")])
+    assert len(session.segments()) == 2
+    assert not trajectory_of(session).forks()

@@ -1,0 +1,115 @@
+"""A model's own chat template, compiled once.
+
+Owns: the sandboxed jinja environment in which Hugging Face chat templates run, and the names that they may
+use. Refuses: knowing what any template means. A template is foreign code: whatever it raises becomes a
+:class:`RenderError` here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from turnwise.errors import RenderError
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %} ... {% endgeneration %}`` marks what a model says; the text itself is unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own contract
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """Messages in the template's form to text.
+
+    Args:
+        source: The jinja text.
+        tool_source: A second template, for prompts with tools; some models ship one under the name ``tool_use``.
+        variables: What the template sees besides messages and tools: special tokens (``bos_token``) and
+            the run's own arguments (``enable_thinking``).
+        now: What ``strftime_now`` tells, for as long as this template lives; default: the time of construction.
+
+    Raises:
+        RenderError: The text is no valid jinja.
+    """
+
+    __slots__ = ("_plain", "_tools", "digest", "variables")
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        tool_source: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        fixed = now or datetime.now()
+        strftime: Callable[[str], str] = fixed.strftime
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: strftime(form)
+        self.variables = dict(variables or {})
+        self.digest = hashlib.sha256("\0".join([source, tool_source or ""]).encode()).hexdigest()
+        try:
+            self._plain = environment.from_string(source)
+            self._tools = environment.from_string(tool_source) if tool_source else self._plain
+        except jinja2.TemplateSyntaxError as error:
+            raise RenderError(
+                f"the chat template is no valid jinja (line {error.lineno}: {error.message}); "
+                "give a working one as chat_template"
+            ) from error
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, generate: bool
+    ) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: In the template's form.
+            tools: As JSON; None and [] are the same to the template.
+            generate: Whether the generation prompt is added.
+
+        Raises:
+            RenderError: The template raised; the message holds what it said.
+        """
+        template = self._tools if tools else self._plain
+        try:
+            return template.render(
+                messages=list(messages),
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=generate,
+                **self.variables,
+            )
+        except Exception as error:  # noqa: BLE001 - a template is foreign code and may raise anything
+            raise RenderError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,189 @@
+"""Text to ids and back, with a model's own tokenizer.
+
+Owns: encoding with escapes, decoding, and the list of added tokens. Refuses: chat markup.
+
+An *added token* is a string that a tokenizer turns into one id wherever it stands in a text. In text that a
+user or a tool wrote it would become a control id, so :meth:`Tokens.escape` puts a private character behind its
+first character, and :meth:`Tokens.encode` encodes the pieces around private characters one by one: the ids
+decode to the same text, and none of them is a control id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from turnwise.errors import RenderError
+
+ESCAPE = "\udfff"
+"""Half of a surrogate pair: no valid text and no decoded id can hold it."""
+
+_LONE = re.compile("[\ud800-\udfff]")
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """What is used of ``tokenizers.Tokenizer``."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
+        """Return an encoding with ``ids``."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of ids."""
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        """Return the added tokens by id."""
+
+
+def alternatives(strings: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds any of the strings, longer ones first; None where there are none."""
+    ordered = sorted(strings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+class Tokens:
+    """A tokenizer and its added tokens.
+
+    Attributes:
+        added: The id of each added token's text.
+    """
+
+    __slots__ = ("_anchor", "_control", "_ids", "_tokenizer", "added", "escaped")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.added: dict[str, int] = {
+            token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.content
+        }
+        self._ids = frozenset(self.added.values())
+        self.escaped = 0
+        # A token of one character cannot be split, and runs of white space or plain words that a tokenizer
+        # holds as added tokens are no markup: to split them would change ordinary text.
+        control = [text for text in self.added if len(text) > 1 and not text.isspace() and not text.isalnum()]
+        found = alternatives(control)
+        # A look-ahead finds overlapping strings too: behind the first character of one may stand another.
+        self._control = re.compile(f"(?=(?:{found.pattern}))(.)", re.DOTALL) if found else None
+        self._anchor = self._find_anchor()
+
+    def _find_anchor(self) -> int | None:
+        """Return an added id to decode behind where a decoder treats the start of a text specially, else None."""
+        word = self.encode(" a a")
+        for number in sorted(self._ids):
+            lead = self._decode([number])
+            if lead:
+                return None if self._decode([number, *word])[len(lead) :] == self._decode(word) else number
+        return None
+
+    def is_added(self, number: int) -> bool:
+        """Return whether an id is an added token's."""
+        return number in self._ids
+
+    def first_added(self, text: str) -> str | None:
+        """Return the added token that a text starts with, or None."""
+        return max((token for token in self.added if text.startswith(token)), key=len, default=None)
+
+    def escape(self, text: str) -> str:
+        """Return text in which no added token can be found, and count those that were.
+
+        Half surrogate pairs, which some clients leave when they cut a text, become the replacement character.
+        """
+        if not text.isascii() and _LONE.search(text):
+            text = _LONE.sub(_REPLACEMENT, text)
+        if self._control is None:
+            return text
+        text, count = self._control.subn(lambda match: match[1] + ESCAPE, text)
+        self.escaped += count
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, encoded as a whole but for the places that :meth:`escape` marked.
+
+        Raises:
+            RenderError: The tokenizer cannot encode the pieces around a mark so that they mean the same text.
+        """
+        if ESCAPE not in text:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+        ids = []
+        for number, piece in enumerate(text.split(ESCAPE)):
+            ids += self._encode_behind(piece) if number else self._tokenizer.encode(piece, add_special_tokens=False).ids
+        if self._decode(ids) != text.replace(ESCAPE, ""):
+            raise RenderError(
+                "this tokenizer changes text that holds the strings of special tokens when it is encoded in pieces; "
+                "set special_in_text: template to encode such text as the template does"
+            )
+        return ids
+
+    def _encode_behind(self, piece: str) -> list[int]:
+        if self._anchor is None:
+            ids: list[int] = self._tokenizer.encode(piece, add_special_tokens=False).ids
+            return ids
+        lead = self._decode([self._anchor])
+        behind: list[int] = self._tokenizer.encode(lead + piece, add_special_tokens=False).ids
+        return behind[1:]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, added tokens included. Ids that the tokenizer does not know are nothing."""
+        known = list(ids)
+        try:
+            return self._decode(known)
+        except OverflowError:
+            return self._decode([number for number in known if 0 <= number < 2**32])
+
+    def decode_behind(self, ids: Sequence[int]) -> str:
+        """Return the text of ids as it stands behind other text (some decoders cut blanks at the start)."""
+        if self._anchor is None:
+            return self.decode(ids)
+        return self.decode([self._anchor, *ids])[len(self.decode([self._anchor])) :]
+
+
+class Marks:
+    """The added tokens that a chat format looks for, each seen as one private character.
+
+    A text that is read from ids holds the private character where the *id* stood, and ordinary text where a
+    model spelled the same string in pieces: so a parser that searches text sees ids only. A marker that is no
+    added token is searched as the text that it is.
+    """
+
+    __slots__ = ("_chars", "_ids", "_pattern", "_plain")
+
+    def __init__(self, added: Mapping[str, int], literals: Iterable[str]) -> None:
+        everything = alternatives(added)
+        used = sorted({token for text in literals for token in everything.findall(text)}) if everything else []
+        self._chars = {token: chr(0xD800 + number) for number, token in enumerate(used)}
+        self._ids = {added[token]: char for token, char in self._chars.items()}
+        self._plain = {ord(char): token for token, char in self._chars.items()}
+        self._pattern = alternatives(used)
+
+    def of(self, literal: str) -> str:
+        """Return what to search for in text that :meth:`read` gave."""
+        return self._pattern.sub(lambda match: self._chars[match[0]], literal) if self._pattern else literal
+
+    def holds(self, number: int) -> bool:
+        """Return whether an id is one of the markers."""
+        return number in self._ids
+
+    def read(self, tokens: Tokens, ids: Sequence[int]) -> str:
+        """Return the text of ids with the markers as private characters."""
+        if not self._ids:
+            return tokens.decode_behind(ids) if ids else ""
+        pieces: list[str] = []
+        start = 0
+        for index, number in enumerate(ids):
+            char = self._ids.get(number)
+            if char is not None:
+                if index > start:
+                    pieces.append(tokens.decode_behind(ids[start:index]))
+                pieces.append(char)
+                start = index + 1
+        if start < len(ids):
+            pieces.append(tokens.decode_behind(ids[start:]))
+        return "".join(pieces)
+
+    def plain(self, text: str) -> str:
+        """Return text as it reads, with the markers spelled out."""
+        return text if not self._plain or text.isascii() else text.translate(self._plain)
