@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from turnwise.envs.core import Env, StepResult, as_messages, check_step, invoke
+from turnwise.envs.core import Env, StepResult, invoke
 from turnwise.errors import AgentError, EnvError, RegistryError
 from turnwise.inference.session import Session
 from turnwise.references import load_object
@@ -78,7 +78,7 @@ class Episode:
         task: Task,
         seed: int,
         *,
-        observation: str | Sequence[Message],
+        observation: Sequence[Message],
         info: dict[str, Any],
         tools: Sequence[ToolSchema],
         limits: EpisodeLimits,
@@ -88,7 +88,7 @@ class Episode:
     ) -> None:
         self.task = task
         self.seed = seed
-        self.observation = as_messages(observation)
+        self.observation = list(observation)
         self.info = info
         self.tools = tuple(tools)
         self.limits = limits
@@ -139,7 +139,7 @@ class Episode:
         """
         if self.ended:
             raise AgentError("episode.step was called after the episode ended: stop when a step says so")
-        result = check_step(await invoke(self._env, "step", message, executor=self._executor), self._env)
+        result: StepResult = await invoke(self._env, "step", message, executor=self._executor)
         info = result.info
         turn = message.get("turn_id")
         named = info.get("rewards") or ({"step": result.reward} if result.reward else {})
@@ -153,7 +153,7 @@ class Episode:
             self.final = message if result.terminated else None
             reason = info.get("stop_reason", StopReason.ENV_TRUNCATED)
             self.stop_reason = StopReason.COMPLETED if result.terminated else StopReason(reason)
-        return result._replace(observation=as_messages(result.observation))
+        return result
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
         """Answer one tool call, outside of a step. Its reward is noted on the turn that made the call.
@@ -164,7 +164,7 @@ class Episode:
         response: ToolResponse = await invoke(self._env, "call", call, executor=self._executor)
         if response.reward is not None:
             turn = self.session_for(agent).turn_of_call(call.id)
-            self.note(call.name, response.reward, turn, agent=agent)
+            self.note(f"tool/{call.name}", response.reward, turn, agent=agent)
         self.count({"tool_calls": 1.0, "tool_errors": float(response.error is not None), **response.metrics})
         self._check_threads()
         return response
@@ -192,8 +192,8 @@ class Episode:
         if self.scored:
             return
         self.scored = True
-        score = await invoke(self._env, "score", self.answer(), executor=self._executor)
-        for name, value in (score if isinstance(score, dict) else {"score": score}).items():
+        parts: dict[str, float] = await invoke(self._env, "score", self.answer(), executor=self._executor)
+        for name, value in parts.items():
             self.note(name, value)
         self._check_threads()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnwise.agents.core import Agent, Episode
+from turnwise.envs.core import as_messages
 from turnwise.types import StopReason
 
 
@@ -26,4 +27,4 @@ class ReActAgent(Agent):
             if result.terminated or result.truncated:
                 return
             messages.append(message)
-            messages.extend(result.observation)
+            messages.extend(as_messages(result.observation))

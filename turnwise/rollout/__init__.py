@@ -1,7 +1,7 @@
 """Rollouts: from tasks to groups of trajectories."""
 
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutRequest
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 
@@ -13,6 +13,7 @@ __all__ = [
     "ReplayBuffer",
     "RolloutConfig",
     "RolloutManager",
+    "RolloutParts",
     "RolloutProducer",
     "RolloutRequest",
     "SpecConfig",

@@ -7,13 +7,14 @@ happen in this process or on other machines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
-from turnwise.inference.core import LLMClient
+from turnwise.errors import InferenceError
+from turnwise.inference.core import LLMClient, Renderer
 from turnwise.tasks import Task
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from turnwise.rollout.config import RolloutConfig
@@ -38,6 +39,28 @@ class RolloutRequest:
     partition: str = "train"
     temperature: float | None = None
     tag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """What a run hands to its rollout manager, besides configuration, client and buffer.
+
+    Attributes:
+        renderer: Messages to ids and back.
+        run_seed: Part of all seeds of training rollouts; evaluation uses 0.
+        run_part: Part of all ids: a resumed run may roll out the same task again.
+        write: Called with every trajectory, failed and cancelled ones included.
+        recover: Awaited after an inference failure, before the episode is tried again. Raises when there is
+            nothing left to wait for, which ends the run.
+        custom: The free section of the configuration, untouched.
+    """
+
+    renderer: Renderer
+    run_seed: int = 0
+    run_part: str = "0"
+    write: Callable[[Trajectory], None] | None = None
+    recover: Callable[[InferenceError], Awaitable[None]] | None = None
+    custom: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +117,9 @@ class RolloutManager(ABC):
     @classmethod
     @abstractmethod
     async def create(
-        cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer, **parts: Any
-    ) -> RolloutManager:
-        """Make a manager. ``parts`` holds what the run adds (renderer, writer of trajectories, ``custom``)."""
+        cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
+    ) -> Self:
+        """Make a manager. Without a buffer nothing can be generated into one."""
 
     @abstractmethod
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:

@@ -7,21 +7,19 @@ failures. One failed member never discards its group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Self
 
 from turnwise.agents.core import ToolThreadLost
 from turnwise.errors import EnvError, InferenceError, TurnwiseError
-from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.core import LLMClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutRequest
+from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import stable_hash
 from turnwise.trajectory import Trajectory, TrajectoryGroup
-
-Recover = Callable[[InferenceError], Awaitable[None]]
 
 
 class RolloutProducer(RolloutManager):
@@ -32,57 +30,39 @@ class RolloutProducer(RolloutManager):
         config: RolloutConfig,
         runner: EpisodeRunner,
         buffer: ReplayBuffer | None,
-        *,
+        parts: RolloutParts,
         executor: ThreadPoolExecutor,
-        run_seed: int,
-        run_part: str,
-        recover: Recover | None,
     ) -> None:
         self._config = config
         self._runner = runner
         self._buffer = buffer
+        self._parts = parts
         self._executor = executor
-        self._run_seed = run_seed
-        self._run_part = run_part
-        self._recover = recover
         self._slots = asyncio.Semaphore(config.concurrency)
         self._running: set[asyncio.Task[None]] = set()
         self._lost_threads = 0
 
     @classmethod
     async def create(
-        cls,
-        config: RolloutConfig,
-        client: LLMClient,
-        buffer: ReplayBuffer | None,
-        *,
-        renderer: Renderer,
-        run_seed: int = 0,
-        run_part: str = "0",
-        write: Callable[[Trajectory], None] | None = None,
-        recover: Recover | None = None,
-        **_unused: Any,
-    ) -> RolloutProducer:
-        """Make a producer.
+        cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
+    ) -> Self:
+        """Make a producer; asks the client what the model can take.
 
-        Args:
-            config: Environment, agent and limits.
-            client: Who samples.
-            buffer: Where groups of :meth:`generate_sequences` go.
-            renderer: Messages to ids and back.
-            run_seed: Part of all seeds of training rollouts; evaluation uses 0.
-            run_part: Part of all ids: a resumed run may roll out the same task again.
-            write: Called with every trajectory.
-            recover: Awaited after an inference failure, before the episode is tried again. Raises when there is
-                nothing left to wait for, which ends the run.
+        Raises:
+            InferenceError: The server does not answer.
         """
         info = await client.model_info()
         # Threads are made on demand: a run whose tools are all async has none.
         executor = ThreadPoolExecutor(config.concurrency, thread_name_prefix="turnwise-tools")
         runner = EpisodeRunner(
-            config, client, renderer, context_length=info.context_length, executor=executor, write=write
+            config,
+            client,
+            parts.renderer,
+            context_length=info.context_length,
+            executor=executor,
+            write=parts.write,
         )
-        return cls(config, runner, buffer, executor=executor, run_seed=run_seed, run_part=run_part, recover=recover)
+        return cls(config, runner, buffer, parts, executor)
 
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
         """Start rolling out; finished groups arrive in the buffer in the order in which they end."""
@@ -129,7 +109,7 @@ class RolloutProducer(RolloutManager):
             self._buffer.fail(_first(error))
 
     async def _group(self, request: RolloutRequest) -> TrajectoryGroup:
-        name = f"{self._run_part}-{request.partition}-{request.task.id}-e{request.epoch}"
+        name = f"{self._parts.run_part}-{request.partition}-{request.task.id}-e{request.epoch}"
         group_id = f"{name}-{request.tag}" if request.tag else name
         async with asyncio.TaskGroup() as members:
             running = [
@@ -142,7 +122,7 @@ class RolloutProducer(RolloutManager):
 
     async def _member(self, request: RolloutRequest, group_id: str, member: int) -> list[Trajectory] | None:
         """Run one member, again after infrastructure failures. None: its last attempt failed too."""
-        seed = 0 if request.partition == "val" else self._run_seed
+        seed = 0 if request.partition == "val" else self._parts.run_seed
         spec = EpisodeSpec(
             task=request.task,
             group_id=group_id,
@@ -160,8 +140,8 @@ class RolloutProducer(RolloutManager):
                 return outcome.trajectories
             if isinstance(error, ToolThreadLost):
                 self._lose_thread(error)
-            if isinstance(error, InferenceError) and self._recover is not None:
-                await self._recover(error)
+            if isinstance(error, InferenceError) and self._parts.recover is not None:
+                await self._parts.recover(error)
             if not (isinstance(error, TurnwiseError) and error.retryable):
                 break
         return None

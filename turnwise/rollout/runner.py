@@ -166,10 +166,13 @@ class EpisodeRunner:
 
     async def _reset(self, run: _Run, deadline: float | None) -> Episode:
         spec, config = run.spec, self._config
-        if spec.task.env is None or spec.task.env == config.env.name:
-            run.env = make(config.env.name, **config.env.config)
-        else:
-            run.env = make(spec.task.env)
+        name = spec.task.env or config.env.name
+        try:
+            run.env = make(name, **(config.env.config if name == config.env.name else {}))
+        except TurnwiseError:
+            raise
+        except Exception as error:  # noqa: BLE001 - an environment's own constructor runs here
+            raise EnvError(f"environment {name!r} cannot be made: {type(error).__name__}: {error}") from error
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
         limits = EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length)
         return Episode(

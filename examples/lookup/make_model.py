@@ -1,0 +1,95 @@
+"""A model of about a million parameters with a tokenizer of its own, made in place: nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from turnwise.inference.template import ChatTemplate
+
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+
+def make_model(directory: Path, conversations: list[dict[str, Any]], seed: int) -> int:
+    """Write a new model to a directory in Hugging Face format; return its number of parameters."""
+    directory.mkdir(parents=True, exist_ok=True)
+    template = TEMPLATE.read_text()
+    tokenizer = train_tokenizer(rendered(conversations, template))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    (directory / "chat_template.jinja").write_text(template)
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.04,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def rendered(conversations: list[dict[str, Any]], template: str) -> list[str]:
+    """Return the conversations as the model will see them: the tokenizer's training text."""
+    chat = ChatTemplate(template)
+    texts = []
+    for conversation in conversations:
+        messages = [with_objects(message) for message in conversation["messages"]]
+        texts.append(chat.render(messages, conversation["tools"], generate=False))
+    return texts
+
+
+def with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose call arguments are objects, as chat templates expect them."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", [])
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Train a byte-level BPE whose merges cross spaces and punctuation, so that fixed text is a few tokens.
+
+    What is rarer than every twentieth conversation is not merged: names stay tokens of their own and can be copied
+    from one place to another. Digits are never merged.
+    """
+    texts = list(texts)
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        min_frequency=len(texts) // 20,
+        special_tokens=SPECIAL + MARKERS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

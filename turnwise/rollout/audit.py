@@ -1,0 +1,324 @@
+"""Proves from a run's files that what was sampled is what was recorded, and what was recorded is what was trained.
+
+Owns: :func:`audit_files`, which holds ``trajectories.jsonl`` against ``ledger.jsonl`` and ``batches.jsonl``.
+Refuses: trusting the recorder: prompts, completions and trained positions are rebuilt here from segments, by other
+code than the session's and the trainer's. What it proves:
+
+1. The ids of a branch, concatenated, are what the engine saw, turn by turn: the calls of a session in the ledger
+   are, as a multiset of (prompt, completion, logprobs, version spans, finish reason), its trajectory's turns.
+2. Segments are sound: sampled and context segments alternate, logprobs and spans cover sampled ids, and only those.
+3. Over all rows of a trajectory each sampled id was trained exactly once, and nothing else was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from turnwise.errors import AuditError, FormatError
+from turnwise.inference.ledger import Ledger, LedgerEntry, read_ledger
+from turnwise.rollout.batches import Batches, BatchRow, read_batches, row_digest
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trajectory import Segment, Trajectory, to_samples
+from turnwise.types import TokenIds
+
+LEDGER, TRAJECTORIES, BATCHES = "ledger.jsonl", "trajectories.jsonl", "batches.jsonl"
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """What an audit found.
+
+    Attributes:
+        counts: What was checked, and how many of each.
+        contradictions: Each contradiction in words. Empty: the run is sound.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    contradictions: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing contradicts the invariants."""
+        return not self.contradictions
+
+
+def audit_files(run: Path) -> AuditReport:
+    """Audit a run directory.
+
+    Args:
+        run: Holds ``ledger.jsonl`` and ``trajectories.jsonl``, and ``batches.jsonl`` if something was trained.
+
+    Raises:
+        AuditError: A file is missing: nothing can be proven.
+    """
+    for name in (LEDGER, TRAJECTORIES):
+        if not (run / name).is_file():
+            raise AuditError(f"{run} holds no {name}: nothing can be proven about this run")
+    report = AuditReport()
+    try:
+        ledger = read_ledger(run / LEDGER)
+        batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, False)
+        _Audit(ledger, batches, report).all(read_trajectories(run / TRAJECTORIES))
+    except FormatError as error:
+        report.contradictions.append(str(error))
+    return report
+
+
+class _Audit:
+    """One pass over the trajectories; the ledger and the batches are held in memory."""
+
+    def __init__(self, ledger: Ledger, batches: Batches, report: AuditReport) -> None:
+        self._report = report
+        self._batches = batches
+        self._calls: defaultdict[str, list[LedgerEntry]] = defaultdict(list)
+        self._closed = ledger.closed_parts
+        for entry in ledger.entries:
+            self._calls[entry.session].append(entry)
+        self._rows: defaultdict[str, list[BatchRow]] = defaultdict(list)
+        for row in batches.rows:
+            self._rows[row.trajectory].append(row)
+        report.counts.update({"model calls in the ledger": len(ledger.entries), "train steps": batches.steps})
+        report.counts["rows trained"] = len(batches.rows)
+        if batches.rolled_back:
+            report.counts["train steps undone by a kill"] = batches.rolled_back
+
+    def all(self, trajectories: Iterator[Trajectory]) -> None:
+        seen: set[str] = set()
+        for trajectory in trajectories:
+            counts = self._report.counts
+            counts["trajectories"] += 1
+            counts["turns"] += sum(segment.sampled for segment in trajectory.segments)
+            counts["sampled tokens"] += trajectory.sampled_tokens
+            counts["forks"] += sum(trajectory.forks().values())
+            if trajectory.id in seen:
+                self._say(trajectory, "stands twice in the file")
+                continue
+            seen.add(trajectory.id)
+            unsound = list(_structure(trajectory.segments)) + list(_events(trajectory))
+            for text in unsound:
+                self._say(trajectory, text)
+            if not unsound:
+                self._against_ledger(trajectory)
+                self._against_batches(trajectory)
+        self._missing(seen)
+
+    def _say(self, trajectory: Trajectory, text: str) -> None:
+        self._report.contradictions.append(f"trajectory {trajectory.id}: {text}")
+
+    # Against the ledger
+
+    def _against_ledger(self, trajectory: Trajectory) -> None:
+        calls = [call for call in self._calls.get(trajectory.id, ()) if call.finish_reason in ("stop", "length")]
+        self._report.counts["calls that ended without a completion"] += len(self._calls.get(trajectory.id, ())) - len(
+            calls
+        )
+        waiting: defaultdict[bytes, list[LedgerEntry]] = defaultdict(list)
+        for call in calls:
+            waiting[_call_key(call)].append(call)
+        strange: list[tuple[Segment, TokenIds]] = []
+        for segment in trajectory.segments:
+            if segment.sampled:
+                prompt = np.concatenate([before.ids for before in trajectory.path(segment.parent)])
+                equal = waiting.get(_turn_key(segment, prompt))
+                if equal:
+                    equal.pop()
+                    self._report.counts["turns equal to a call"] += 1
+                else:
+                    strange.append((segment, prompt))
+        left = [call for call in calls if any(call is other for other in waiting[_call_key(call)])]
+        for segment, prompt in strange:
+            where = f"segment {segment.index} (turn {segment.turn_id})"
+            if left:
+                self._say(
+                    trajectory, f"{where}: {_difference(segment, prompt, left.pop(_likest(segment, prompt, left)))}"
+                )
+            else:
+                self._say(trajectory, f"{where}: no call in the ledger sampled it")
+        if trajectory.error is not None and left and left[-1] is calls[-1]:
+            # The session refused a completion that broke the client's contract, and the episode ended there.
+            left.pop()
+            self._report.counts["completions that a session refused"] += 1
+        for call in left:
+            self._say(
+                trajectory,
+                f"a call of the ledger is in no segment: prompt of {len(call.prompt_ids)} ids, "
+                f"completion of {len(call.completion_ids)} ids beginning {call.completion_ids[:8].tolist()}",
+            )
+
+    # Against what was trained
+
+    def _against_batches(self, trajectory: Trajectory) -> None:
+        rows = self._rows.get(trajectory.id, ())
+        if not rows:
+            return
+        self._report.counts["trajectories trained"] += 1
+        if trajectory.error is not None:
+            self._say(
+                trajectory, f"was trained (step {rows[0].step}) although it ended in an error: {trajectory.error}"
+            )
+        if trajectory.partition != "train":
+            self._say(trajectory, f"was trained (step {rows[0].step}) although its partition is {trajectory.partition}")
+        by_pass: defaultdict[tuple[int, int], list[BatchRow]] = defaultdict(list)
+        for row in rows:
+            by_pass[row.step, row.epoch].append(row)
+        if len({row.step for row in rows}) > 1:
+            steps = ", ".join(str(step) for step in sorted({row.step for row in rows}))
+            self._say(trajectory, f"was trained in more than one step: {steps}")
+        expected = {sample.leaf: sample for sample in to_samples(trajectory, max_tokens=rows[0].max_tokens).rows}
+        for (step, epoch), members in by_pass.items():
+            for row in members:
+                sample = expected.get(row.leaf)
+                if sample is None or row.digest != row_digest(sample):
+                    self._say(
+                        trajectory, f"step {step}: the row of leaf {row.leaf} that was trained is not what is on disk"
+                    )
+            self._coverage(trajectory, f"step {step}" if epoch == 0 else f"step {step}, pass {epoch}", members)
+
+    def _coverage(self, trajectory: Trajectory, when: str, rows: Sequence[BatchRow]) -> None:
+        """Count by segment how often each id was trained: sampled ids once, others never."""
+        trained = [np.zeros(len(segment.ids), np.int32) for segment in trajectory.segments]
+        reachable = [np.zeros(len(segment.ids), np.bool_) for segment in trajectory.segments]
+        for row in rows:
+            if not 0 <= row.leaf < len(trajectory.segments):
+                self._say(trajectory, f"{when}: a row names leaf {row.leaf}, which is no segment")
+                continue
+            path = trajectory.path(row.leaf)
+            total = sum(len(segment.ids) for segment in path)
+            length = total if row.max_tokens is None else min(total, row.max_tokens)
+            if row.tokens != length:
+                self._say(trajectory, f"{when}: the row of leaf {row.leaf} has {row.tokens} ids, its branch {length}")
+                continue
+            mask = np.zeros(total, np.int32)
+            for start, end in row.spans:
+                mask[start:end] += 1
+            start = 0
+            for segment in path:
+                end = start + len(segment.ids)
+                trained[segment.index] += mask[start:end]
+                reachable[segment.index] |= np.arange(start, end) < length
+                start = end
+        for segment in trajectory.segments:
+            wanted = reachable[segment.index] if rows[0].max_tokens is not None else np.True_
+            expected = (wanted & np.bool_(segment.sampled)).astype(np.int32)
+            wrong = np.flatnonzero(trained[segment.index] != expected)
+            self._report.counts["ids trained once"] += int((trained[segment.index] == 1).sum())
+            if len(wrong):
+                position = int(wrong[0])
+                times = int(trained[segment.index][position])
+                self._say(
+                    trajectory,
+                    f"{when}: id {position} of segment {segment.index} ({segment.kind}) was trained {times} times"
+                    f"{'' if len(wrong) == 1 else f', as were others: {len(wrong)} in this segment'}",
+                )
+
+    def _missing(self, seen: set[str]) -> None:
+        report = self._report
+        for session, calls in self._calls.items():
+            if session in seen:
+                continue
+            if calls[-1].part in self._closed:
+                report.contradictions.append(f"session {session}: {len(calls)} calls in the ledger, but no trajectory")
+            else:
+                report.counts["sessions that a kill cut off"] += 1
+        for name, rows in self._rows.items():
+            if name not in seen:
+                report.contradictions.append(f"trajectory {name}: trained in step {rows[0].step}, but not on disk")
+
+
+def _structure(segments: Sequence[Segment]) -> Iterator[str]:
+    turns: set[str] = set()
+    parents: set[int] = set()
+    for position, segment in enumerate(segments):
+        where = f"segment {position}"
+        if segment.index != position or not -1 <= segment.parent < position:
+            yield f"{where} has index {segment.index} and parent {segment.parent}"
+            return
+        above = None if segment.parent < 0 else segments[segment.parent]
+        if segment.kind not in ("context", "sampled"):
+            yield f"{where} is of kind {segment.kind!r}"
+        elif segment.sampled and (above is None or above.sampled):
+            yield f"{where} was sampled, but no context stands before it"
+        elif not segment.sampled and above is not None and not above.sampled:
+            yield f"{where} is context after context"
+        if (segment.fork is not None) != (segment.parent in parents):
+            yield f"{where} is {'no' if segment.fork else 'a'} fork, but its fork reason is {segment.fork!r}"
+        parents.add(segment.parent)
+        yield from _sampled_parts(segment, where)
+        if segment.turn_id is not None:
+            if segment.turn_id in turns:
+                yield f"{where} is the second one with turn {segment.turn_id}"
+            turns.add(segment.turn_id)
+
+
+def _sampled_parts(segment: Segment, where: str) -> Iterator[str]:
+    if len(segment.ids) == 0 or int(segment.ids.min()) < 0:
+        yield f"{where} holds no ids, or a negative one"
+    if not segment.sampled:
+        if segment.logprobs is not None or segment.weight_versions or segment.turn_id is not None:
+            yield f"{where} is context, but carries what only sampled segments have"
+        return
+    if segment.turn_id is None or segment.finish_reason is None:
+        yield f"{where} was sampled, but has no turn id or no finish reason"
+    if segment.logprobs is None or len(segment.logprobs) != len(segment.ids):
+        size = None if segment.logprobs is None else len(segment.logprobs)
+        yield f"{where} has {len(segment.ids)} ids and {size} logprobs"
+    elif not np.isfinite(segment.logprobs).all():
+        yield f"{where} has a logprob that is not finite"
+    covered = 0
+    for _, start, end in segment.weight_versions:
+        if start != covered or end <= start:
+            break
+        covered = end
+    if covered != len(segment.ids):
+        yield f"{where}: weight version spans {segment.weight_versions} do not cover its {len(segment.ids)} ids"
+
+
+def _events(trajectory: Trajectory) -> Iterator[str]:
+    turns = {segment.turn_id for segment in trajectory.segments if segment.sampled}
+    for turn, name, value in trajectory.rewards:
+        if turn is not None and turn not in turns:
+            yield f"reward {name!r} ({value}) is noted on turn {turn}, which does not exist"
+
+
+def _call_key(call: LedgerEntry) -> bytes:
+    return _key(call.prompt_ids, call.completion_ids, call.logprobs, call.weight_versions, call.finish_reason)
+
+
+def _turn_key(segment: Segment, prompt: TokenIds) -> bytes:
+    return _key(prompt, segment.ids, segment.logprobs, segment.weight_versions, segment.finish_reason)
+
+
+def _key(prompt: TokenIds, completion: TokenIds, logprobs: object, versions: object, finish: object) -> bytes:
+    sizes = f"{len(prompt)} {len(completion)} {versions} {finish} ".encode()
+    return sizes + prompt.tobytes() + completion.tobytes() + np.asarray(logprobs, np.float32).tobytes()
+
+
+def _likest(segment: Segment, prompt: TokenIds, calls: Sequence[LedgerEntry]) -> int:
+    """Return which of the calls this turn most likely was: equal prompt or completion first, then order."""
+    for number, call in enumerate(calls):
+        if np.array_equal(call.prompt_ids, prompt) or np.array_equal(call.completion_ids, segment.ids):
+            return number
+    return 0
+
+
+def _difference(segment: Segment, prompt: TokenIds, call: LedgerEntry) -> str:
+    for name, mine, theirs in (
+        ("the prompt", prompt, call.prompt_ids),
+        ("the completion", segment.ids, call.completion_ids),
+        ("the logprobs", segment.logprobs, call.logprobs),
+    ):
+        if mine is None or len(mine) != len(theirs):
+            size = None if mine is None else len(mine)
+            return f"{name} has length {size} in the trajectory and {len(theirs)} in the ledger"
+        wrong = np.flatnonzero(mine != theirs)
+        if len(wrong):
+            at = int(wrong[0])
+            return f"{name} differs at {at}: {mine[at]} in the trajectory, {theirs[at]} in the ledger"
+    if segment.weight_versions != call.weight_versions:
+        return f"weight versions are {segment.weight_versions} in the trajectory, {call.weight_versions} in the ledger"
+    return f"finish reason is {segment.finish_reason} in the trajectory, {call.finish_reason} in the ledger"

@@ -1,0 +1,191 @@
+"""What was trained: the rows of every train step, written down for the audit.
+
+Owns: :class:`BatchWriter` and :func:`read_batches`. Refuses: holding ids again; a row is named by its trajectory
+and leaf, and a digest tells whether the arrays that were trained are those on disk.
+
+File format, one JSON object a line. ``{"event": "start", "schema_version": 1, "after_step": n, "max_tokens": m}``
+when a process begins to train after step ``n`` (what an earlier process wrote for later steps was never kept: its
+checkpoint was not reached); then one record a train step and pass over its rows::
+
+    {"step": 3, "epoch": 0, "rows": [{"trajectory": ..., "leaf": 4, "tokens": 61, "spans": [[30, 52]], "digest": ...}]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from turnwise.errors import FormatError
+from turnwise.trajectory import TrainSample
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One trained row.
+
+    Attributes:
+        step: The train step, counted from 1.
+        epoch: Which pass over the rows of this step, from 0.
+        trajectory: Id of the trajectory.
+        leaf: Index of the leaf segment.
+        tokens: Length of the row.
+        spans: Trained positions, as (start, end) in order.
+        digest: :func:`row_digest` of what was trained.
+        max_tokens: What rows were cut to, or None.
+    """
+
+    step: int
+    epoch: int
+    trajectory: str
+    leaf: int
+    tokens: int
+    spans: tuple[tuple[int, int], ...]
+    digest: str
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """A file of batches, read.
+
+    Attributes:
+        rows: Rows of the steps that count.
+        steps: How many steps count.
+        rolled_back: Steps that a killed process trained after its last checkpoint.
+        torn: Whether a line is cut off (a process was killed while it wrote).
+    """
+
+    rows: list[BatchRow]
+    steps: int
+    rolled_back: int
+    torn: bool
+
+
+def loss_spans(sample: TrainSample) -> list[tuple[int, int]]:
+    """Return the runs of trained positions of a row, as (start, end) in order."""
+    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0, append=0))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def row_digest(sample: TrainSample) -> str:
+    """Return a digest (blake2b-64, hexadecimal) of a row's ids, mask, rollout logprobs and weight versions."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array, kind in (
+        (sample.input_ids, "<i4"),
+        (sample.loss_mask, "|b1"),
+        (sample.rollout_logprobs, "<f4"),
+        (sample.weight_versions, "<i4"),
+    ):
+        digest.update(np.ascontiguousarray(array, dtype=kind).tobytes())
+    return digest.hexdigest()
+
+
+class BatchWriter:
+    """Appends the rows of train steps to a file; each record is in the file when :meth:`write` returns.
+
+    Args:
+        path: The file; its folder is made.
+        after_step: The step of the checkpoint that training goes on from; 0 at the beginning.
+        max_tokens: What rows are cut to, if they are.
+    """
+
+    def __init__(self, path: Path, *, after_step: int = 0, max_tokens: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._closed = False
+        start = {
+            "event": "start",
+            "schema_version": SCHEMA_VERSION,
+            "after_step": after_step,
+            "max_tokens": max_tokens,
+        }
+        # A killed process left half a line: it stays unreadable, but must not swallow the next one.
+        self._append((b"\n" if torn else b"") + orjson.dumps(start))
+
+    def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0) -> None:
+        """Append the rows that a step trains."""
+        rows = [
+            {
+                "trajectory": sample.trajectory_id,
+                "leaf": sample.leaf,
+                "tokens": len(sample.input_ids),
+                "spans": loss_spans(sample),
+                "digest": row_digest(sample),
+            }
+            for sample in samples
+        ]
+        self._append(orjson.dumps({"step": step, "epoch": epoch, "rows": rows}))
+
+    def close(self) -> None:
+        """Close the file. Closing twice is no error."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._file)
+
+    def _append(self, record: bytes) -> None:
+        data = record + b"\n"
+        written = os.write(self._file, data)
+        while written < len(data):
+            written += os.write(self._file, data[written:])
+
+
+def read_batches(path: Path) -> Batches:
+    """Read a file of batches.
+
+    Raises:
+        FormatError: A line cannot be read that no killed process can have left so, or has another schema version.
+    """
+    records: list[tuple[int, list[BatchRow]]] = []
+    rolled_back: set[int] = set()
+    max_tokens: int | None = None
+    torn = False
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            following = next((later for later in lines[number:] if later), b"")
+            if following and not following.startswith(b'{"event":"start"'):
+                raise FormatError(f"{path}:{number}: not JSON: {error}") from error
+            torn = True
+            continue
+        try:
+            if record.get("event") == "start":
+                if record["schema_version"] != SCHEMA_VERSION:
+                    raise ValueError(f"schema version {record['schema_version']}; expected {SCHEMA_VERSION}")
+                after, max_tokens = int(record["after_step"]), record["max_tokens"]
+                rolled_back |= {step for step, _ in records if step > after}
+                records = [(step, rows) for step, rows in records if step <= after]
+            else:
+                records.append((int(record["step"]), [_row(record, row, max_tokens) for row in record["rows"]]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{path}:{number}: malformed batch record: {error!r}") from error
+    return Batches(
+        [row for _, rows in records for row in rows], len({step for step, _ in records}), len(rolled_back), torn
+    )
+
+
+def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) -> BatchRow:
+    spans = tuple((int(start), int(end)) for start, end in row["spans"])
+    return BatchRow(
+        step=int(record["step"]),
+        epoch=int(record["epoch"]),
+        trajectory=str(row["trajectory"]),
+        leaf=int(row["leaf"]),
+        tokens=int(row["tokens"]),
+        spans=spans,
+        digest=str(row["digest"]),
+        max_tokens=max_tokens,
+    )
