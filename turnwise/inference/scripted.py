@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.errors import RequestRefused, SessionError
-from turnwise.inference.canonical import canonical_messages
+from turnwise.inference.canonical import canonical_arguments, canonical_messages
 from turnwise.inference.core import LLMClient, ModelInfo, Renderer
 from turnwise.inference.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
@@ -27,6 +27,7 @@ from turnwise.types import (
     TokenDelta,
     TokenIds,
     TokenPrompt,
+    ToolCall,
     ToolSchema,
 )
 
@@ -180,7 +181,7 @@ async def replay(
     Raises:
         SessionError: The conversation begins with an assistant message or holds none.
     """
-    lines = [message for message in messages if message["role"] == "assistant"]
+    lines = [_own_form(message) for message in messages if message["role"] == "assistant"]
     if not lines:
         raise SessionError(f"conversation {trajectory_id!r} holds no assistant message: nothing to learn from")
     client = ScriptedClient(renderer, lines, tools=tools)
@@ -215,6 +216,20 @@ def _check_said(written: Message, said: Message, name: str, index: int) -> None:
             f"conversation {name!r}: messages[{index}] cannot be said in this chat format: written {want}, "
             f"read back {got}"
         )
+
+
+def _own_form(message: Message) -> Message:
+    """Return an assistant message with its calls as ToolCalls: datasets hold them in OpenAI's form."""
+    calls = [call if isinstance(call, ToolCall) else _own_call(call) for call in message.get("tool_calls") or ()]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _own_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call.get("function", call)
+    _, value = canonical_arguments(function.get("arguments"))
+    if value is None or not function.get("name"):
+        raise SessionError(f"a call of a written conversation has no name, or no object as arguments: {dict(call)}")
+    return ToolCall(str(call.get("id", "")), function["name"], value)
 
 
 def _call_id(call: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -74,10 +74,9 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         fixed = now or datetime.now()
-        strftime: Callable[[str], str] = fixed.strftime
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: strftime(form)
+        environment.globals["strftime_now"] = fixed.strftime
         self.variables = dict(variables or {})
         self.digest = hashlib.sha256("\0".join([source, tool_source or ""]).encode()).hexdigest()
         try:
@@ -111,5 +110,5 @@ class ChatTemplate:
                 add_generation_prompt=generate,
                 **self.variables,
             )
-        except Exception as error:  # noqa: BLE001 - a template is foreign code and may raise anything
+        except Exception as error:
             raise RenderError(f"{type(error).__name__}: {error}") from error

@@ -83,13 +83,16 @@ class Tokens:
         """Return the added token that a text starts with, or None."""
         return max((token for token in self.added if text.startswith(token)), key=len, default=None)
 
-    def escape(self, text: str) -> str:
-        """Return text in which no added token can be found, and count those that were.
-
-        Half surrogate pairs, which some clients leave when they cut a text, become the replacement character.
+    @staticmethod
+    def clean(text: str) -> str:
+        """Return text that can be encoded: half surrogate pairs, which some clients leave when they cut a text,
+        become the replacement character.
         """
-        if not text.isascii() and _LONE.search(text):
-            text = _LONE.sub(_REPLACEMENT, text)
+        return _LONE.sub(_REPLACEMENT, text) if not text.isascii() and _LONE.search(text) else text
+
+    def escape(self, text: str) -> str:
+        """Return clean text in which no added token can be found, and count those that were."""
+        text = self.clean(text)
         if self._control is None:
             return text
         text, count = self._control.subn(lambda match: match[1] + ESCAPE, text)
@@ -108,12 +111,16 @@ class Tokens:
         ids = []
         for number, piece in enumerate(text.split(ESCAPE)):
             ids += self._encode_behind(piece) if number else self._tokenizer.encode(piece, add_special_tokens=False).ids
-        if self._decode(ids) != text.replace(ESCAPE, ""):
+        if self._decode(ids) != self.seen(text.replace(ESCAPE, "")):
             raise RenderError(
                 "this tokenizer changes text that holds the strings of special tokens when it is encoded in pieces; "
                 "set special_in_text: template to encode such text as the template does"
             )
         return ids
+
+    def seen(self, text: str) -> str:
+        """Return a text as a model sees it: many tokenizers bring Unicode into a normal form first."""
+        return self._decode(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _encode_behind(self, piece: str) -> list[int]:
         if self._anchor is None:

@@ -35,10 +35,12 @@ class AuditReport:
 
     Attributes:
         counts: What was checked, and how many of each.
+        figures: Sizes that are no counts, by name.
         contradictions: Each contradiction in words. Empty: the run is sound.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
+    figures: dict[str, float] = field(default_factory=dict)
     contradictions: list[str] = field(default_factory=list)
 
     @property
@@ -62,7 +64,7 @@ def audit_files(run: Path) -> AuditReport:
     report = AuditReport()
     try:
         ledger = read_ledger(run / LEDGER)
-        batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, False)
+        batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
         _Audit(ledger, batches, report).all(read_trajectories(run / TRAJECTORIES))
     except FormatError as error:
         report.contradictions.append(str(error))

@@ -3,9 +3,9 @@
 Owns: :class:`BatchWriter` and :func:`read_batches`. Refuses: holding ids again; a row is named by its trajectory
 and leaf, and a digest tells whether the arrays that were trained are those on disk.
 
-File format, one JSON object a line. ``{"event": "start", "schema_version": 1, "after_step": n, "max_tokens": m}``
-when a process begins to train after step ``n`` (what an earlier process wrote for later steps was never kept: its
-checkpoint was not reached); then one record a train step and pass over its rows::
+File format, one JSON object a line. ``{"event": "start", "schema_version": 1, "part": p, "after_step": n,
+"max_tokens": m}`` when the run's process number ``p`` begins to train after step ``n`` (what an earlier process wrote
+for later steps was never kept: its checkpoint was not reached); then one record a train step and pass over its rows::
 
     {"step": 3, "epoch": 0, "rows": [{"trajectory": ..., "leaf": 4, "tokens": 61, "spans": [[30, 52]], "digest": ...}]}
 """
@@ -61,12 +61,14 @@ class Batches:
         rows: Rows of the steps that count.
         steps: How many steps count.
         rolled_back: Steps that a killed process trained after its last checkpoint.
+        starts: For each process (its number, the step that it went on from), in order.
         torn: Whether a line is cut off (a process was killed while it wrote).
     """
 
     rows: list[BatchRow]
     steps: int
     rolled_back: int
+    starts: tuple[tuple[int, int], ...]
     torn: bool
 
 
@@ -94,11 +96,15 @@ class BatchWriter:
 
     Args:
         path: The file; its folder is made.
+        part: Number of this process among those that work on the run, from 0; by default the number of starts that
+            stand in the file.
         after_step: The step of the checkpoint that training goes on from; 0 at the beginning.
         max_tokens: What rows are cut to, if they are.
     """
 
-    def __init__(self, path: Path, *, after_step: int = 0, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, part: int | None = None, after_step: int = 0, max_tokens: int | None = None
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -106,6 +112,7 @@ class BatchWriter:
         start = {
             "event": "start",
             "schema_version": SCHEMA_VERSION,
+            "part": part,
             "after_step": after_step,
             "max_tokens": max_tokens,
         }
@@ -147,6 +154,7 @@ def read_batches(path: Path) -> Batches:
     """
     records: list[tuple[int, list[BatchRow]]] = []
     rolled_back: set[int] = set()
+    starts: list[tuple[int, int]] = []
     max_tokens: int | None = None
     torn = False
     lines = path.read_bytes().split(b"\n")
@@ -166,15 +174,15 @@ def read_batches(path: Path) -> Batches:
                 if record["schema_version"] != SCHEMA_VERSION:
                     raise ValueError(f"schema version {record['schema_version']}; expected {SCHEMA_VERSION}")
                 after, max_tokens = int(record["after_step"]), record["max_tokens"]
+                starts.append((len(starts) if record["part"] is None else int(record["part"]), after))
                 rolled_back |= {step for step, _ in records if step > after}
                 records = [(step, rows) for step, rows in records if step <= after]
             else:
                 records.append((int(record["step"]), [_row(record, row, max_tokens) for row in record["rows"]]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}:{number}: malformed batch record: {error!r}") from error
-    return Batches(
-        [row for _, rows in records for row in rows], len({step for step, _ in records}), len(rolled_back), torn
-    )
+    rows = [row for _, rows in records for row in rows]
+    return Batches(rows, len({step for step, _ in records}), len(rolled_back), tuple(starts), torn)
 
 
 def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) -> BatchRow:

@@ -1,0 +1,24 @@
+"""Fail when a test of a JUnit report was skipped, or when the report tells of failures."""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+
+
+def main(path: str) -> int:
+    """Return 0 when every test of the report ran and passed (also when it holds none)."""
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    wrong = 0
+    for case in cases:
+        for kind in ("skipped", "failure", "error"):
+            for found in case.iter(kind):
+                wrong += 1
+                name = f"{case.get('classname')}::{case.get('name')}"
+                print(f"{kind}: {name}: {found.get('message', '')}", file=sys.stderr)  # noqa: T201
+    print(f"{path}: {len(cases)} tests, {wrong} skipped or failed")  # noqa: T201
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,167 @@
+"""The command line as a person meets it: help, exit codes, errors in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import turnwise
+from turnwise.cli import main
+
+COMMANDS = ("train", "sft", "eval", "serve", "view", "audit", "check-env", "version")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return 0 if ended.value.code is None else int(ended.value.code)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f" {command} " in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert "Usage: turnwise" in capsys.readouterr().out
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, json, time\nfrom turnwise.cli import main\n"
+        "try: main(['eval', '--help'])\nexcept SystemExit: pass\n"
+        "print(json.dumps([time.process_time(), sorted(sys.modules)]))"
+    )
+    times = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        seconds, modules = json.loads(done.stdout.splitlines()[-1])
+        times.append(seconds)
+        assert not {"torch", "transformers", "renderers", "numpy", "aiohttp", "turnwise.config"} & set(modules)
+    assert min(times) < 1.0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("version") == 0
+    assert capsys.readouterr().out == f"turnwise {turnwise.__version__}\n"
+
+
+def test_python_m_turnwise() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "turnwise", "version"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, f"turnwise {turnwise.__version__}\n")
+
+
+def test_a_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("trian") == 2
+    assert "trian" in capsys.readouterr().err
+    assert run("view") == 2
+
+
+def test_an_error_is_one_clear_line_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("view", str(tmp_path)) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("FormatError: there is no file")
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path, place: int) -> None:
+    arguments = ["view", str(tmp_path)]
+    arguments.insert(place, "--debug")
+    done = subprocess.run(
+        [sys.executable, "-m", "turnwise", *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "FormatError: there is no file" in done.stderr
+
+
+def test_markup_in_an_error_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("view", str(tmp_path / "[bold]x")) == 1
+    assert "[bold]x" in capsys.readouterr().err
+
+
+def test_ctrl_c_cleans_up_and_exits_with_130(tmp_path: Path) -> None:
+    # An environment that says when it is being reset, then waits, and says that it was closed.
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import asyncio\nfrom turnwise import Env\n"
+        "class Slow(Env):\n"
+        "    async def reset(self, task=None, *, seed=None):\n"
+        "        print('waiting', flush=True)\n"
+        "        try:\n            await asyncio.Event().wait()\n"
+        "        finally:\n            print('cleaned up', flush=True)\n"
+    )
+    command = [sys.executable, "-m", "turnwise", "check-env", f"{file}:Slow"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "waiting\n"
+        os.kill(child.pid, signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130
+    assert "cleaned up" in out
+    assert "Traceback" not in err
+
+
+def test_check_env_of_a_sound_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check-env", "lookup", "--seeds", "1") == 0
+    assert "0 findings" in capsys.readouterr().out
+
+
+def test_check_env_of_a_broken_one_tells_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "from turnwise import Env\n"
+        "class Broken(Env):\n"
+        "    def reset(self, task=None, *, seed=None):\n        return 3\n"
+    )
+    assert run("check-env", f"{file}:Broken") == 1
+    assert "✗" in capsys.readouterr().out
+
+
+def test_check_env_takes_the_arguments_of_the_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from turnwise import Env\n"
+        "class Mine(Env):\n"
+        "    def __init__(self, words):\n        self.words = words\n"
+        "    def reset(self, task=None, *, seed=None):\n        return ' '.join(self.words), {}\n"
+        "    def step(self, action):\n        return [], 0.0, True, False, {}\n"
+    )
+    assert run("check-env", f"{file}:Mine", "words=[say, hello]") == 0
+    assert run("check-env", f"{file}:Mine", "wordz=[say, hello]") == 1
+    assert "words" in capsys.readouterr().err
+
+
+def test_check_env_of_an_unknown_one_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check-env", "lokup") == 1
+    assert "lookup" in capsys.readouterr().err
+
+
+def test_a_wrong_configuration_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("eval", "lookup", "-n", "0", "--no-greedy", "--model", str(tmp_path), "rollout.max_turnz=3") == 1
+    error = capsys.readouterr().err
+    assert "rollout.max_turns" in error
+    assert "tasks: missing" in error
+    assert run("train", str(tmp_path / "none.yaml")) == 1
+    assert "cannot read the config file" in capsys.readouterr().err

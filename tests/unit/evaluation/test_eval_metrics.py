@@ -1,0 +1,115 @@
+"""The figures of an evaluation, against numbers worked out by hand and against simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise.evaluation.metrics import clustered_mean, episode_rows, pass_at_k, summarize
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
+from turnwise.types import StopReason, as_ids
+
+
+def trajectory(task: str, member: int, reward: float, **changes: object) -> Trajectory:
+    ids = as_ids([1, 2, 3])
+    segments = [
+        Segment(0, -1, "context", ids),
+        Segment(1, 0, "sampled", ids, turn_id="t0", logprobs=np.zeros(3, np.float32), weight_versions=((0, 0, 3),)),
+    ]
+    made = Trajectory(f"{task}/{member}.0", f"{task}/{member}.0", task, task, segments=segments)
+    made.rewards = [("t0", "score", reward)]
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_the_standard_error_of_a_worked_example() -> None:
+    # Two tasks, values (1, 1) and (0, 1): mean 3/4; sums of deviations 1/2 and -1/2; squares sum to 1/2.
+    # SE^2 = 2/1 * (1/2) / 4^2 = 1/16.
+    estimate = clustered_mean([[1.0, 1.0], [0.0, 1.0]])
+    assert estimate.mean == 0.75
+    assert estimate.stderr == pytest.approx(0.25)
+    assert (estimate.episodes, estimate.tasks) == (4, 2)
+    assert str(estimate) == "0.750 ± 0.250"
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=30))
+def test_with_one_value_per_task_it_is_the_ordinary_standard_error(values: list[float]) -> None:
+    estimate = clustered_mean([[value] for value in values])
+    assert estimate.stderr == pytest.approx(np.std(values, ddof=1) / math.sqrt(len(values)), abs=1e-9)
+
+
+def test_repeating_each_value_does_not_shrink_the_standard_error() -> None:
+    once = clustered_mean([[0.0], [1.0], [1.0]])
+    often = clustered_mean([[0.0] * 50, [1.0] * 50, [1.0] * 50])
+    assert often.stderr == pytest.approx(once.stderr)
+
+
+def test_one_task_cannot_tell_its_error_and_none_has_no_mean() -> None:
+    assert clustered_mean([[1.0, 0.0]]).stderr is None
+    assert math.isnan(clustered_mean([]).mean)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(n: int) -> None:
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(any(subset) for subset in subsets) / len(subsets))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)])
+def test_pass_at_k_refuses_what_has_no_meaning(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError):
+        pass_at_k(n, c, k)
+
+
+def test_a_failed_episode_is_counted_and_never_a_zero() -> None:
+    groups = [
+        TrajectoryGroup("a", "a", [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0)], failed=1),
+        TrajectoryGroup("b", "b", [trajectory("b", 0, 1.0), trajectory("b", 1, 0.0, error="InferenceError: gone")]),
+    ]
+    summary = summarize(groups, pass_k=[1, 2])
+    assert summary.success.mean == pytest.approx(2 / 3)
+    assert (summary.failed, summary.tasks, summary.success.episodes) == (2, 2, 3)
+    assert set(summary.pass_at) == {1}
+
+
+def test_sums_over_the_sessions_of_an_episode() -> None:
+    main = trajectory("a", 0, 0.75, metrics={"tool_calls": 3.0, "tool_errors": 1.0, "tool_errors/timeout": 1.0})
+    critic = trajectory("a", 0, 0.25, agent="critic", id="a/0.0/critic", stop_reason=StopReason.MAX_TURNS)
+    (row,) = episode_rows([critic, main])
+    assert (row.reward, row.success, row.turns, row.sampled_tokens) == (1.0, True, 2, 6)
+    assert row.rewards == {"score": 1.0}
+    assert row.tool_calls == 3
+    assert row.tool_errors == {"all": 1, "timeout": 1}
+    assert row.stop_reason is StopReason.COMPLETED
+
+
+@pytest.mark.parametrize(("reward", "success"), [(0.999, False), (1.0 - 1e-9, True), (1.5, True)])
+def test_a_success_reaches_the_threshold_up_to_rounding(reward: float, success: bool) -> None:
+    assert episode_rows([trajectory("a", 0, reward)])[0].success is success
+
+
+def test_attempts_of_an_episode_are_different_episodes() -> None:
+    rows = episode_rows([trajectory("a", 0, 0.0), trajectory("a", 0, 1.0, attempt=1)])
+    assert [row.success for row in rows] == [False, True]
+
+
+def test_stop_reasons_and_forks_are_counted() -> None:
+    forked = trajectory("a", 0, 0.0, stop_reason=StopReason.MAX_TOKENS)
+    forked.segments.append(Segment(2, -1, "context", as_ids([1]), fork="restart"))
+    summary = summarize([TrajectoryGroup("a", "a", [forked, trajectory("a", 1, 1.0)])])
+    assert summary.stop_reasons == {"max_tokens": 1, "completed": 1}
+    assert summary.forks == {"restart": 1}
+    assert summary.turns == 1.0
+
+
+def test_no_episodes_at_all() -> None:
+    summary = summarize([TrajectoryGroup("a", "a", [], failed=4)])
+    assert math.isnan(summary.success.mean)
+    assert (summary.failed, summary.tasks) == (4, 0)

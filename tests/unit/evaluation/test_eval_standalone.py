@@ -1,0 +1,133 @@
+"""``turnwise eval`` with real parts: a model in its own process, the shipped environment, the files it leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import psutil
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from support.chat_models import build_model_dir
+from turnwise.cli import main
+from turnwise.rollout.writer import read_trajectories
+
+TASKS = "turnwise.envs.lookup:tasks?n=3&split=test"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights: it says nothing sensible, and everything else is real."""
+    folder = build_model_dir(tmp_path_factory.mktemp("model"), "qwen2_5")
+    vocabulary = max(orjson.loads((folder / "tokenizer.json").read_bytes())["model"]["vocab"].values()) + 32
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=True, max_position_embeddings=2048,
+    )  # fmt: skip
+    saved = Qwen2ForCausalLM(config)
+    settings = (folder / "generation_config.json").read_bytes()
+    saved.save_pretrained(folder)
+    (folder / "generation_config.json").write_bytes(settings)
+    return folder
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return 0 if ended.value.code is None else int(ended.value.code)
+
+
+def evaluate(model: Path, out: Path, *more: str) -> int:
+    return run(
+        "eval", "lookup", "--model", str(model), "--tasks", TASKS, "-n", "2", "--out", str(out),
+        "rollout.max_tokens_per_turn=8", "rollout.max_turns=2", *more,
+    )  # fmt: skip
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_a_checkpoint_is_served_evaluated_and_audited(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = children()
+    out = tmp_path / "out"
+    assert evaluate(model, out) == 0
+    assert children() <= before, "the server ended with the evaluation"
+    text = capsys.readouterr().out
+    for part in ("chat format: hermes", "success", "0.000 ± 0.000", "sampled", "greedy", str(out)):
+        assert part in re.sub(r"\n", "", text)
+    summary = orjson.loads((out / "summary.json").read_bytes())
+    assert summary["sampled"]["success"]["episodes"] == 6
+    assert summary["greedy"]["success"]["episodes"] == 3
+    assert summary["sampled"]["failed"] == 0
+    trajectories = list(read_trajectories(out / "trajectories.jsonl"))
+    assert len(trajectories) == 9
+    assert all(trajectory.sampled_tokens for trajectory in trajectories)
+
+    assert run("audit", str(out)) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"logprobs recomputed +\d+", text)
+    assert run("view", str(out), "-n", "1") == 0
+    assert "Who manages" in capsys.readouterr().out
+
+    assert evaluate(model, out) == 1
+    assert "holds trajectories.jsonl, ledger.jsonl, summary.json already" in capsys.readouterr().err
+
+
+def serve(model: Path) -> tuple[subprocess.Popen[str], str]:
+    """Start ``turnwise serve`` on a free port and wait until it says where."""
+    command = [sys.executable, "-m", "turnwise", "serve", str(model), "--port", "0"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    for line in server.stderr:
+        if found := re.search(r"serving .* on 127\.0\.0\.1:(\d+)", line):
+            return server, f"http://127.0.0.1:{found[1]}"
+    raise AssertionError(f"the server ended with {server.wait()}")
+
+
+def test_a_running_server_is_evaluated_and_ends_with_ctrl_c(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, url = serve(model)
+    try:
+        assert evaluate(model, tmp_path / "out", "--url", url, "--no-greedy") == 0
+        assert url in capsys.readouterr().out
+        # Nobody knows which weights a server of others holds: nothing is recomputed, and the files agree.
+        assert run("audit", str(tmp_path / "out")) == 0
+        assert "logprobs recomputed" not in capsys.readouterr().out
+        assert server.poll() is None
+        os.kill(server.pid, signal.SIGINT)
+        _, rest = server.communicate(timeout=30)
+    finally:
+        server.kill()
+        server.wait()
+    assert server.returncode == 130
+    assert "Traceback" not in rest
+
+
+def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = "http://127.0.0.1:9"
+    assert evaluate(model, tmp_path / "out", "--url", url, "inference.retries=0") == 1
+    assert url in capsys.readouterr().err
+
+
+def test_what_cannot_be_evaluated_is_said_before_a_server_starts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(tmp_path / "nowhere", tmp_path / "out") == 1
+    assert "nowhere" in capsys.readouterr().err
+    assert evaluate(model, tmp_path / "out", "renderer.format=hermez") == 1
+    assert "hermez" in capsys.readouterr().err
+    assert evaluate(model, tmp_path / "out", "renderer.chat_template=none.jinja") == 1
+    assert "none.jinja" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,89 @@
+"""The files around the package: the Makefile's targets, the CI script and its guard against skipped tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("setup", "train", "test", "test-long", "test-real", "lint", "bench", "clean")
+
+
+def dry_run(target: str, *variables: str) -> str:
+    """What make would do, in an environment that holds nothing but a path."""
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    command = ["make", "--dry-run", "--always-make", target, *variables]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_is_there(target: str) -> None:
+    assert dry_run(target)
+
+
+def test_torch_is_installed_first_and_can_be_chosen() -> None:
+    plan = dry_run("setup", "TORCH=torch==2.9 --index-url https://example.org/cpu")
+    torch, rest = (plan.index(part) for part in ("torch==2.9 --index-url https://example.org/cpu", '-e ".[dev]"'))
+    assert torch < rest
+
+
+def test_make_test_leaves_out_what_needs_more_than_this_machine() -> None:
+    assert '-m "not long and not real and not gpu"' in dry_run("test")
+    assert "--seed 7" in dry_run("train", "SEED=7")
+
+
+def test_ci_runs_every_stage_and_is_a_sound_script() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert "set -euo pipefail" in text
+    stages = re.findall(r"^stage (\S+) ", text, re.MULTILINE)
+    assert stages == ["setup", "style", "format", "types", "imports", "test", "test-long", "test-real", "train"]
+
+
+@pytest.mark.parametrize(
+    ("body", "markers", "status"),
+    [
+        ("def test_a(): pass", "real", 0),
+        ("def test_a(): pytest.skip('no docker here')", "real", 1),
+        ("def test_a(): pytest.importorskip('no_such_package')", "real", 1),
+        ("def test_a(): assert False", "real", 1),
+        ("@pytest.mark.skipif(True, reason='never')\ndef test_a(): pass", "real", 1),
+        ("def test_a(): pass", "long", 0),
+    ],
+)
+def test_a_real_test_that_skips_is_a_failure(tmp_path: Path, body: str, markers: str, status: int) -> None:
+    (tmp_path / "test_it.py").write_text(f"import pytest\npytestmark = pytest.mark.{markers}\n{body}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    real: r\n    long: l\n")
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "real", f"--junit-xml={report}"]
+    subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".ci" / "no_skips.py"), str(report)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    if "no docker" in body:
+        assert "no docker here" in done.stderr
+
+
+def test_markers_are_those_that_the_makefile_names() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    declared = {marker.partition(":")[0] for marker in options["markers"]}
+    assert {"long", "real", "gpu"} <= declared
+    assert "--strict-markers" in options["addopts"]
+
+
+def test_no_document_speaks_of_the_machine_it_was_written_on() -> None:
+    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", ".ci/run")]
+    files += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "turnwise").rglob("*.py"), *(ROOT / "examples").rglob("*")]
+    for file in files:
+        if file.is_file() and file.suffix in (".md", ".py", ".yaml", ".jinja", ""):
+            found = re.search(r"/work/|/root/|/home/\w+", file.read_text(errors="replace"))
+            assert found is None, f"{file.relative_to(ROOT)} names {found and found.group()!r}"

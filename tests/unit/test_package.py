@@ -1,0 +1,146 @@
+"""The package as a whole: what importing it costs, what its wheel holds, and what its files may say."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import turnwise
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "turnwise"
+HEAVY = ("torch", "transformers", "renderers", "ray", "datasets", "pyarrow", "gymnasium", "aiohttp", "rich")
+
+
+def child(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    )
+    return done.stdout
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    loaded = json.loads(child("import turnwise, sys, json; print(json.dumps(sorted(sys.modules)))"))
+    assert not [name for name in loaded if name.split(".")[0] in HEAVY]
+    assert [name for name in loaded if name.startswith("turnwise")] == ["turnwise"]
+
+
+def test_importing_the_package_takes_under_three_tenths_of_a_second() -> None:
+    # CPU seconds: wall time says how busy the machine is. The least of three: the first one may compile.
+    code = "import time; t = time.process_time(); import turnwise; print(time.process_time() - t)"
+    assert min(float(child(code)) for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("name", ["Env", "ToolEnv", "function_tool", "Task", "Session", "RolloutConfig", "check_env"])
+def test_what_needs_no_torch_imports_none(name: str) -> None:
+    loaded = json.loads(child(f"from turnwise import {name}; import sys, json; print(json.dumps(sorted(sys.modules)))"))
+    assert not {"torch", "transformers", "renderers", "ray"} & set(loaded)
+
+
+def test_the_public_names_are_there_and_are_those_that_type_checkers_see() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed == set(turnwise.__all__)
+    assert set(turnwise.__all__) <= set(dir(turnwise))
+    for name in turnwise.__all__:
+        assert getattr(turnwise, name) is not None
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'turnwise' has no attribute 'Enviroment'"):
+        turnwise.Enviroment  # noqa: B018
+
+
+def test_no_name_of_the_lookup_environment_stands_outside_its_file() -> None:
+    # "lookup" alone is an English word and the environment's registered name; these are what is special to it.
+    special = re.compile(r"lookup[_ ]?env|LookupEnv|team_of|manager_of|[\"']lookup[\"']", re.IGNORECASE)
+    registration = PACKAGE / "envs" / "registration.py"
+    allowed = {PACKAGE / "envs" / "lookup.py"}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file in allowed:
+            continue
+        text = file.read_text()
+        if file == registration:
+            # The table of shipped environments names each of them once.
+            text = re.sub(r"[\"']lookup[\"']: \w+\([\"']turnwise\.envs\.lookup:LookupEnv[\"']", "", text)
+        found = special.search(text)
+        assert found is None, f"{file.relative_to(ROOT)} says {found and found.group()!r}"
+
+
+def test_every_package_is_python_and_every_module_says_what_it_is() -> None:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(file.read_text()))
+        assert docstring, f"{file.relative_to(ROOT)} has no module docstring"
+        assert "TODO" not in docstring, f"{file.relative_to(ROOT)}: {docstring}"
+
+
+def test_nothing_is_left_to_do() -> None:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        found = re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", file.read_text())
+        assert found is None, f"{file.relative_to(ROOT)} says {found and found.group()}"
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == turnwise.__version__
+
+
+def test_every_extra_that_an_error_names_exists() -> None:
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "MissingExtraError":
+                _, extra, _ = node.args
+                assert isinstance(extra, ast.Constant), f"{file}:{node.lineno}"
+                assert extra.value in extras, f"{file}:{node.lineno} names the extra {extra.value!r}"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, with the build backend of this environment: nothing is downloaded."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    for file in PACKAGE.rglob("*"):
+        if file.is_file() and "__pycache__" not in file.parts:
+            target = source / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_has_one_top_level_name_and_all_of_the_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    info = f"turnwise-{turnwise.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"turnwise", info}
+    expected = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")} | {"turnwise/py.typed"}
+    assert expected <= set(names)
+    assert f"{info}/licenses/LICENSE" in names
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_the_licence_is_the_whole_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    for part in ("Apache License", "Version 2.0, January 2004", "9. Accepting Warranty", "END OF TERMS AND CONDITIONS"):
+        assert part in text
+
+
+def test_core_dependencies_are_small() -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[<>=!~\[ ]", requirement)[0] for requirement in dependencies}
+    assert not names & {"torch", "transformers", "ray", "vllm", "datasets", "pyarrow", "safetensors"}

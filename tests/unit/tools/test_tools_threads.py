@@ -1,0 +1,125 @@
+"""Threads that may be lost: places are given away, losses counted and capped, and nobody waits for them."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from turnwise.errors import EnvError
+from turnwise.tools import ToolThreads
+
+WAIT = 20.0
+
+
+def test_runs_calls_and_raises_what_they_raise():
+    threads = ToolThreads(2)
+    assert [threads.submit(pow, 2, n).result(WAIT) for n in range(20)] == [2**n for n in range(20)]
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(lambda: 1 / 0).result(WAIT)
+    threads.shutdown()
+
+
+def test_as_many_at_once_as_there_are_workers():
+    threads = ToolThreads(3)
+    together = threading.Barrier(3)
+    for future in [threads.submit(together.wait, WAIT) for _ in range(3)]:
+        future.result(WAIT)
+    threads.shutdown()
+
+
+def test_a_lost_thread_gives_its_place_away_and_is_counted_until_it_ends():
+    threads = ToolThreads(1)
+    begun, release, thread = threading.Event(), threading.Event(), []
+
+    def stuck():
+        thread.append(threading.current_thread())
+        begun.set()
+        return release.wait(WAIT)
+
+    future = threads.submit(stuck)
+    assert begun.wait(WAIT)
+    waiting = threads.submit(lambda: "went on")
+    assert threads.abandon(future)
+    assert threads.lost == 1
+    assert waiting.result(WAIT) == "went on"
+    release.set()
+    assert future.result(WAIT)
+    thread[0].join(WAIT)
+    assert not thread[0].is_alive()
+    assert threads.lost == 0
+    threads.shutdown()
+
+
+def test_what_has_not_begun_or_is_done_is_not_lost():
+    threads = ToolThreads(1)
+    begun, release = threading.Event(), threading.Event()
+
+    def stuck():
+        begun.set()
+        return release.wait(WAIT)
+
+    running = threads.submit(stuck)
+    assert begun.wait(WAIT)
+    queued = threads.submit(pow, 2, 2)
+    assert not threads.abandon(queued)
+    with pytest.raises(CancelledError):
+        queued.result(WAIT)
+    release.set()
+    running.result(WAIT)
+    assert not threads.abandon(running)
+    assert threads.lost == 0
+    assert threads.submit(pow, 2, 3).result(WAIT) == 8
+    threads.shutdown()
+
+
+def test_no_more_than_so_many_are_lost():
+    threads = ToolThreads(4, max_lost=2)
+    release = threading.Event()
+    begun = threading.Barrier(3)
+    stuck = [threads.submit(lambda: (begun.wait(WAIT), release.wait(WAIT))) for _ in range(2)]
+    begun.wait(WAIT)
+    assert all(threads.abandon(future) for future in stuck)
+    with pytest.raises(EnvError, match="2 tool threads never came back"):
+        threads.submit(pow, 2, 2)
+    release.set()
+    for future in stuck:
+        future.result(WAIT)
+
+
+def test_shutdown():
+    threads = ToolThreads(1)
+    done = threads.submit(pow, 2, 2)
+    threads.shutdown(wait=True)
+    assert done.result(0) == 4
+    with pytest.raises(RuntimeError, match="shut down"):
+        threads.submit(pow, 2, 2)
+
+
+def test_shutdown_cancels_what_has_not_begun():
+    threads = ToolThreads(1)
+    begun, release = threading.Event(), threading.Event()
+    running = threads.submit(lambda: (begun.set(), release.wait(WAIT)))
+    assert begun.wait(WAIT)
+    queued = threads.submit(pow, 2, 2)
+    threads.shutdown(wait=False, cancel_futures=True)
+    assert queued.cancelled()
+    release.set()
+    running.result(WAIT)
+
+
+def test_at_least_one_worker():
+    with pytest.raises(ValueError, match="max_workers is 0"):
+        ToolThreads(0)
+
+
+def test_a_lost_thread_does_not_keep_the_process_alive():
+    code = (
+        "import threading\nfrom turnwise.tools import ToolThreads\n"
+        "begun = threading.Event()\n"
+        "future = ToolThreads(1).submit(lambda: (begun.set(), threading.Event().wait()))\n"
+        "assert begun.wait(20)\nprint('end')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "end\n"

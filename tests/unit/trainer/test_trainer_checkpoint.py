@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from turnwise.errors import CheckpointError
+from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, load_state, restore_rng
+
+
+def write_weights(text: str):
+    def write(directory: Path) -> None:
+        (directory / "model.safetensors").write_text(text)
+        (directory / "sub").mkdir()
+        (directory / "sub" / "part").write_text("p")
+
+    return write
+
+
+def test_save_load_and_keep(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    assert store.latest() is None
+    for step in (1, 5, 10):
+        state = TrainerState(step, 2, 7, step + 1, "digest", {"reward": 0.1 + 0.2}, {"x": [1]})
+        path = store.save(state, write_weights(str(step)))
+        assert path == tmp_path / "checkpoints" / f"step_{step:06d}"
+        assert load_state(path) == state
+    assert store.steps() == [5, 10]
+    assert store.latest() == tmp_path / "checkpoints" / "step_000010"
+    assert sorted(each.name for each in store.directory.iterdir()) == ["step_000005", "step_000010"]
+    with pytest.raises(CheckpointError, match=r"checkpoint\.keep is 0"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_a_million_steps_sort_by_number(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1_000_000, 999_999):
+        store.save(TrainerState(step), write_weights("w"))
+    assert store.latest() == tmp_path / "step_1000000"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(TrainerState(3), write_weights("old"))
+    store.save(TrainerState(3, epoch=1), write_weights("new"))
+    assert (tmp_path / "step_000003" / "model.safetensors").read_text() == "new"
+    assert load_state(tmp_path / "step_000003").epoch == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000003"]
+
+
+def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(TrainerState(1), write_weights("one"))
+
+    def fail(directory: Path) -> None:
+        write_weights("two")(directory)
+        raise OSError("disk full")
+
+    with pytest.raises(CheckpointError, match="disk full"):
+        store.save(TrainerState(2), fail)
+    assert store.latest() == tmp_path / "step_000001"
+    store.save(TrainerState(3), write_weights("three"))
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000003"]
+
+
+_KILLED = """
+    import os, sys
+    from pathlib import Path
+    from turnwise.trainer import checkpoint
+
+    moment, directory = sys.argv[1], Path(sys.argv[2])
+    store = checkpoint.CheckpointStore(directory, keep=1)
+
+    def write(draft):
+        (draft / "model.safetensors").write_text("second")
+        if moment == "writing":
+            os.kill(os.getpid(), 9)
+
+    rename = Path.rename
+
+    def dying_rename(self, target):
+        rename(self, target)
+        if moment == "replacing" and ".replaced-" in str(target):
+            os.kill(os.getpid(), 9)
+        if moment == "renamed" and ".draft-" in str(self):
+            os.kill(os.getpid(), 9)
+
+    Path.rename = dying_rename
+    store.save(checkpoint.TrainerState(4, epoch=1), write)
+"""
+
+
+@pytest.mark.parametrize(("moment", "survivor"), [("writing", "first"), ("replacing", "first"), ("renamed", "second")])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, survivor: str) -> None:
+    """The process really dies by SIGKILL, once in each part of saving a step over itself."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(TrainerState(4), lambda directory: (directory / "model.safetensors").write_text("first") and None)
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_KILLED), moment, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    after = CheckpointStore(tmp_path, keep=1)
+    latest = after.latest()
+    assert latest is not None
+    assert load_state(latest).epoch == (1 if survivor == "second" else 0)
+    assert (latest / "model.safetensors").read_text() == survivor
+    after.save(TrainerState(5), write_weights("third"))
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000005"]
+
+
+def test_missing_and_changed_files_are_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(TrainerState(1), write_weights("weights"))
+    (path / "sub" / "part").unlink()
+    with pytest.raises(CheckpointError, match="lacks sub/part"):
+        load_state(path)
+    path = store.save(TrainerState(2), write_weights("weights"))
+    (path / "model.safetensors").write_text("half")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has 4 bytes; 7 were saved"):
+        load_state(path)
+    path = store.save(TrainerState(3), write_weights("weights"))
+    (path / "trainer_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json is malformed"):
+        load_state(path)
+    (path / "trainer_state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks trainer_state\.json"):
+        load_state(path)
+    assert store.steps() == [1, 2]
+
+
+def test_random_generators_continue_where_they_were(tmp_path: Path) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    # An odd number of normal draws leaves a spare value in the generators.
+    random.gauss(0, 1)
+    np.random.normal()
+    store = CheckpointStore(tmp_path)
+    path = store.save(TrainerState(1, rng=capture_rng()), write_weights("w"))
+
+    def draw() -> tuple[list[float], list[float], torch.Tensor]:
+        return [random.gauss(0, 1), random.random()], np.random.normal(size=3).tolist(), torch.randn(5)
+
+    first = draw()
+    draw()
+    restore_rng(load_state(path).rng)
+    second = draw()
+    assert first[:2] == second[:2]
+    assert torch.equal(first[2], second[2])
+    with pytest.raises(CheckpointError, match="random generators is malformed"):
+        restore_rng({"python": [3]})

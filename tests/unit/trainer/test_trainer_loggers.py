@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from turnwise.errors import FormatError
+from turnwise.trainer.loggers import JSONLLogger, LiveDisplay, read_metrics, sparkline
+
+
+def test_lines_are_on_disk_at_once_and_survive_a_torn_end(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    logger = JSONLLogger(path)
+    logger.log({"step": 1, "loss": np.float32(0.5), "bad": float("nan")})
+    assert list(read_metrics(path)) == [{"step": 1, "loss": 0.5, "bad": None}]
+    logger.close()
+    logger.close()
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "lo')
+    again = JSONLLogger(path)
+    again.log({"step": 3})
+    again.close()
+    assert [record["step"] for record in read_metrics(path)] == [1, 3]
+    path.write_bytes(b'{"a": 1}\n{oops}\n')
+    with pytest.raises(FormatError, match=r"metrics\.jsonl:2: not JSON"):
+        list(read_metrics(path))
+
+
+def test_display_without_a_terminal_prints_a_line_per_step() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=200, force_terminal=False)
+    with LiveDisplay("train x", 3, {"reward": "reward/mean", "loss": "train/loss"}, console=console) as display:
+        display.status("rollout")
+        display.step(1, {"reward/mean": 0.25, "train/loss": 0.00123})
+        display.step(2, {"reward/mean": float("nan")})
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("train x 1/3  reward 0.250  loss 0.00123")
+    assert "left" in lines[0]
+    assert "reward" not in lines[1]
+    assert len(lines) == 2
+
+
+def test_display_on_a_terminal_shows_steps_and_curve() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, height=40, force_terminal=True)
+    with LiveDisplay("train", 20, {"reward": "r"}, curve="r", console=console, done=10) as display:
+        for step in range(11, 14):
+            display.step(step, {"r": step / 20})
+        display.status("evaluation")
+    text = out.getvalue()
+    assert "13/20" in text
+    assert "0.650" in text
+    assert "evaluation" in text
+    assert "█" in text
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline([float(n) for n in range(1000)], width=40)) <= 40

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise.errors import TrainError
+from turnwise.trainer.packing import TrainRow, minibatches, pack
+from turnwise.trajectory import TrainSample
+
+
+def simple_row(length: int, trained: int, number: int, advantage: float = 1.0) -> TrainRow:
+    mask = np.zeros(length, np.bool_)
+    if trained:
+        mask[-trained:] = True
+    return TrainRow(
+        TrainSample(
+            np.arange(number * 1000, number * 1000 + length, dtype=np.int32),
+            mask,
+            np.where(mask, -0.5 - number, 0).astype(np.float32),
+            np.zeros(length, np.int32),
+            np.zeros(length, np.int32),
+            f"t{number}",
+            "g",
+            0,
+        ),
+        advantage,
+        weight=number + 1.0,
+        temperature=0.5 + number,
+    )
+
+
+lengths = st.lists(st.tuples(st.integers(2, 30), st.integers(0, 30)), min_size=0, max_size=25)
+
+
+@given(sizes=lengths, budget=st.integers(1, 64))
+def test_every_row_is_whole_in_exactly_one_micro_batch(sizes: list[tuple[int, int]], budget: int) -> None:
+    rows = [simple_row(length, min(trained, length - 1), n) for n, (length, trained) in enumerate(sizes)]
+    batches = pack(rows, budget)
+    seen: list[int] = []
+    for batch in batches:
+        assert batch.tokens <= budget or len(batch.segments) == 1
+        assert sum(length for _, length, _ in batch.segments) == batch.tokens
+        expected_start = 0
+        for (start, length, parent), number in zip(batch.segments, batch.rows, strict=True):
+            row, part = rows[number], slice(start, start + length)
+            assert (start, parent) == (expected_start, -1)
+            expected_start += length
+            assert batch.input_ids[0, part].tolist() == row.sample.input_ids.tolist()
+            assert batch.position_ids[0, part].tolist() == list(range(length))
+            assert batch.loss_mask[0, part].tolist() == row.sample.loss_mask.tolist()
+            assert batch.rollout_logprobs[0, part].tolist() == row.sample.rollout_logprobs.tolist()
+            mask = row.sample.loss_mask
+            assert batch.weights[0, part].tolist() == np.where(mask, row.weight, 0).tolist()
+            assert batch.temperatures[0, part].tolist() == [row.temperature] * length
+        assert batch.targets.tolist() == torch.nonzero(batch.loss_mask[0]).flatten().tolist()
+        seen += batch.rows
+    assert sorted(seen) == [n for n, row in enumerate(rows) if row.sample.trained_tokens]
+    again = pack(rows, budget)
+    assert [batch.rows for batch in again] == [batch.rows for batch in batches]
+
+
+def test_first_fit_fills_gaps_with_short_rows() -> None:
+    rows = [simple_row(length, 1, n) for n, length in enumerate((6, 3, 7, 4))]
+    # Longest first: 7 opens a bin of 10, 6 another; 4 fits beside 6, 3 beside 7.
+    assert [batch.rows for batch in pack(rows, 10)] == [(2, 1), (0, 3)]
+
+
+def test_advantages_per_token_and_greedy_temperature(row: Callable[..., TrainRow]) -> None:
+    values = np.arange(6, dtype=np.float32)
+    (batch,) = pack([row(6, [2, 5], advantage=values, temperature=0.0)], 10)
+    assert batch.advantages[0].tolist() == [0, 0, 2, 0, 0, 5]
+    assert batch.temperatures[0].tolist() == [1.0] * 6
+    assert batch.at_targets(batch.advantages).tolist() == [2, 5]
+    assert batch.trained_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trained": [0]}, "loss_mask\\[0\\] is true"),
+        ({"advantage": float("nan")}, "not finite"),
+        ({"advantage": np.zeros(3, np.float32)}, "advantage has shape \\(3,\\) for 6"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"weight": float("inf")}, "not finite"),
+    ],
+)
+def test_bad_rows_are_named(row: Callable[..., TrainRow], change: dict[str, object], message: str) -> None:
+    with pytest.raises(TrainError, match=f"row 1 .*{message}"):
+        pack([row(6), row(6, **change)], 10)
+
+
+def test_bad_budget() -> None:
+    with pytest.raises(TrainError, match="max_tokens_per_micro_batch is 0"):
+        pack([], 0)
+
+
+def test_minibatches_keep_trajectories_whole(row: Callable[..., TrainRow]) -> None:
+    rows = [row(4, name=f"t{n % 5}", leaf=n) for n in range(12)]
+    parts = minibatches(rows, 3, seed=1)
+    assert len(parts) == 3
+    homes: dict[str, set[int]] = {}
+    for number, part in enumerate(parts):
+        for each in part:
+            homes.setdefault(each.sample.trajectory_id, set()).add(number)
+    assert all(len(places) == 1 for places in homes.values())
+    leaves = [[each.sample.leaf for each in part] for part in parts]
+    assert sorted(leaf for part in leaves for leaf in part) == list(range(12))
+    assert [[each.sample.leaf for each in part] for part in minibatches(rows, 3, seed=1)] == leaves
+    assert minibatches(rows, 1, seed=9) == [rows]
+    # More parts than trajectories: no part is empty.
+    assert len(minibatches(rows, 50, seed=0)) == 5
+    with pytest.raises(TrainError, match="minibatches is 0"):
+        minibatches(rows, 0, seed=0)

@@ -1,0 +1,237 @@
+"""The packed forward against the model's own, one sequence at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from turnwise.errors import TrainError
+from turnwise.trainer import policy as policy_module
+from turnwise.trainer.attention import PackedLayout
+from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.policy import Policy, load_model
+
+Row = Callable[..., TrainRow]
+LENGTHS = (9, 3, 14, 14, 2, 11)
+
+
+def rows_of(row: Row, lengths: tuple[int, ...] = LENGTHS, temperature: float = 1.0) -> list[TrainRow]:
+    return [row(length, seed=n, name=f"t{n}", temperature=temperature) for n, length in enumerate(lengths)]
+
+
+def reference(directory: Path, rows: list[TrainRow]) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.nn.Module]:
+    """Per row, log-probabilities and entropies of the trained tokens by the plain Hugging Face forward (eager)."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    logprobs, entropies = [], []
+    for each in rows:
+        ids = torch.from_numpy(each.sample.input_ids).long()
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / (each.temperature or 1.0)
+        logs = logits.log_softmax(-1)
+        mask = torch.from_numpy(each.sample.loss_mask)[1:]
+        logprobs.append(logs.gather(1, ids[1:, None])[:, 0][mask])
+        entropies.append((-(logs.exp() * logs).sum(-1))[mask])
+    return logprobs, entropies, model
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "mistral_window", "gemma2", "granite", "cohere", "gpt_oss"]
+)
+@pytest.mark.parametrize("budget", [1000, 16])
+def test_logprobs_entropy_and_gradients_equal_the_plain_forward(
+    model_dir: Callable[..., Path], row: Row, family: str, budget: int
+) -> None:
+    directory = model_dir(family)
+    rows = rows_of(row, temperature=0.7)
+    want, entropies, plain = reference(directory, rows)
+    policy = load_model(directory)
+    for batch in pack(rows, budget):
+        scores = policy.forward(batch, entropy=True)
+        expected = torch.cat([want[n] for n in batch.rows])
+        assert scores.entropy is not None
+        torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.entropy, torch.cat([entropies[n] for n in batch.rows]), atol=1e-5, rtol=1e-5)
+        (scores.logprobs.sum() + 0.3 * scores.entropy.sum()).backward()
+    (torch.cat(want).sum() + 0.3 * torch.cat(entropies).sum()).backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    compared = 0
+    for name, parameter in policy.model.named_parameters():
+        if gradients[name] is None:
+            continue
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=name)
+        compared += 1
+    assert compared == sum(1 for g in gradients.values() if g is not None) > 10
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=8), budget=st.integers(1, 80))
+def test_packing_never_changes_what_is_computed(
+    model_dir: Callable[..., Path], row: Row, lengths: list[int], budget: int
+) -> None:
+    policy = load_model(model_dir("qwen3"))
+    rows = rows_of(row, tuple(lengths))
+    alone: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for n, each in enumerate(rows):
+            if each.sample.trained_tokens:
+                alone[n] = policy.forward(pack([each], 1000)[0]).logprobs
+        for batch in pack(rows, budget):
+            got = policy.forward(batch).logprobs
+            torch.testing.assert_close(got, torch.cat([alone[n] for n in batch.rows]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_change_in_one_segment_does_not_reach_another(model_dir: Callable[..., Path], row: Row) -> None:
+    policy = load_model(model_dir("qwen3"))
+    first = row(10, seed=1)
+    with torch.no_grad():
+        scores = [
+            policy.forward(pack([first, row(9, seed=seed, name="other")], 100)[0]).logprobs[:5] for seed in (2, 3)
+        ]
+    assert torch.equal(scores[0], scores[1])
+
+
+def test_chunked_logits_are_exact(model_dir: Callable[..., Path], row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for three tokens' logits at a time: same scores, same gradients."""
+    rows = rows_of(row)
+    results = []
+    for room in (1 << 24, 3 * 61):
+        monkeypatch.setattr(policy_module, "_LOGITS_AT_ONCE", room)
+        policy = load_model(model_dir("qwen3"))
+        scores = policy.forward(pack(rows, 1000)[0], entropy=True)
+        assert scores.entropy is not None
+        (scores.logprobs.sum() + scores.entropy.square().sum()).backward()
+        results.append((scores.logprobs, scores.entropy, [p.grad for p in policy.model.parameters()]))
+    whole, chunked = results
+    torch.testing.assert_close(chunked[0], whole[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(chunked[1], whole[1], atol=1e-6, rtol=1e-6)
+    for got, want in zip(chunked[2], whole[2], strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_are_computed_for_trained_tokens_only(model_dir: Callable[..., Path], row: Row) -> None:
+    policy = load_model(model_dir("qwen3"))
+    seen: list[torch.Size] = []
+    policy.model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[2].shape))
+    policy.forward(pack([row(20, 3), row(15, 2)], 100)[0])
+    assert seen == [torch.Size([5, 61])]
+
+
+def test_gradient_checkpointing_is_exact(model_dir: Callable[..., Path], row: Row) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        policy = load_model(model_dir("qwen3"), gradient_checkpointing=checkpointing)
+        policy.forward(pack(rows_of(row), 1000)[0]).logprobs.sum().backward()
+        gradients.append([p.grad for p in policy.model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain, atol=1e-6, rtol=1e-6)
+
+
+def test_bfloat16_compute_keeps_float32_parameters(model_dir: Callable[..., Path], row: Row) -> None:
+    exact = load_model(model_dir("qwen3"))
+    rough = load_model(model_dir("qwen3"), compute_dtype="bfloat16")
+    batch = pack(rows_of(row), 1000)[0]
+    scores = rough.forward(batch).logprobs
+    assert scores.dtype == torch.float32
+    difference = (scores - exact.forward(batch).logprobs).abs().max().item()
+    assert 0 < difference < 0.5
+    scores.sum().backward()
+    assert {p.dtype for p in rough.model.parameters()} == {torch.float32}
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in rough.model.parameters())
+
+
+def test_ids_outside_the_vocabulary_are_named(model_dir: Callable[..., Path], row: Row) -> None:
+    policy = load_model(model_dir("qwen3"))
+    with pytest.raises(TrainError, match="holds the id 61, but the model's vocabulary has 61"):
+        policy.forward(pack([row(4, ids=[1, 2, 61, 3])], 10)[0])
+    with pytest.raises(TrainError, match="holds the id -1"):
+        policy.forward(pack([row(4, ids=[1, -1, 5, 3])], 10)[0])
+
+
+def test_parents_are_refused() -> None:
+    with pytest.raises(TrainError, match="segment 1 has parent 0"):
+        PackedLayout.of([(0, 3, -1), (3, 2, 0)], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tied", ["qwen3", "llama"])
+def test_save_and_load_give_the_same_bits(model_dir: Callable[..., Path], row: Row, tmp_path: Path, tied: str) -> None:
+    policy = load_model(model_dir(tied))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.01)
+    policy.save_hf(tmp_path / "out")
+    again = load_model(tmp_path / "out")
+    assert [n for n, _ in again.named_weights()] == [n for n, _ in policy.named_weights()]
+    for (_, got), (_, want) in zip(again.named_weights(), policy.named_weights(), strict=True):
+        assert torch.equal(got, want)
+    # Any Hugging Face program reads it, with its own attention.
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert plain.config._attn_implementation != "turnwise_packed"
+    assert "turnwise" not in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_tied_weights_are_named_once(model_dir: Callable[..., Path]) -> None:
+    names = [name for name, _ in load_model(model_dir("qwen3")).named_weights()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert "lm_head.weight" in [name for name, _ in load_model(model_dir("llama")).named_weights()]
+
+
+def test_tokenizer_and_template_travel_with_the_model(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    load_model(model_dir("qwen3")).save_hf(source)
+    files = {
+        "tokenizer.json": '{"a": 1}',
+        "tokenizer_config.json": '{"b": 2}',
+        "chat_template.jinja": "{{ messages }}\n",
+        "turnwise_format.json": "{}",
+        "unrelated.txt": "no",
+    }
+    for name, text in files.items():
+        (source / name).write_text(text)
+    target = tmp_path / "target"
+    load_model(source).save_hf(target, extra=lambda d: (d / "extra.json").write_text(json.dumps({"x": 1})) and None)
+    for name in set(files) - {"unrelated.txt"}:
+        assert (target / name).read_text() == files[name]
+    assert not (target / "unrelated.txt").exists()
+    assert (target / "extra.json").exists()
+
+
+def test_models_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=1, intermediate_size=32
+    )
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(TrainError, match="Mamba"):
+        load_model(tmp_path)
+
+
+def test_a_model_whose_output_is_not_understood_is_refused(model_dir: Callable[..., Path]) -> None:
+    """The proof has teeth: a scale behind the output matrix that no configuration key announces."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("granite"))
+    model.config.logits_scaling = 3.0
+    policy_module.check_packable(model)
+    model.set_attn_implementation("sdpa")
+    hook = model.register_forward_hook(lambda m, i, output: output.__setitem__("logits", output.logits * 1.5))
+    with pytest.raises(TrainError, match="packed logits differ"):
+        policy_module.check_packable(model)
+    hook.remove()
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"model\.path is .*nothing"):
+        load_model(tmp_path / "nothing")
+
+
+def test_policy_knows_its_device(model_dir: Callable[..., Path]) -> None:
+    policy: Policy = load_model(model_dir("qwen3"))
+    assert policy.device == torch.device("cpu")
+    assert policy.vocab_size == 61

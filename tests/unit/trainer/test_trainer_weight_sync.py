@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from turnwise.errors import InferenceError
+from turnwise.inference.core import Replica, WeightManifest
+from turnwise.inference.weights import read_weights
+from turnwise.trainer.policy import load_model
+from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+
+
+class ReadingReplica(Replica):
+    """Loads what a manifest names, as a server would."""
+
+    def __init__(self, answer: int | None = None) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.answer = answer
+
+    @property
+    def url(self) -> str:
+        return "memory://replica"
+
+    async def launch(self) -> None: ...
+
+    async def health(self) -> bool:
+        return True
+
+    async def pause(self, *, abort: bool = False) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self) -> int:
+        return 0
+
+    async def update_weights(self, manifest: WeightManifest) -> int:
+        self.loaded = await asyncio.to_thread(read_weights, manifest)
+        return manifest.version if self.answer is None else self.answer
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def writer() -> Iterator[SharedMemoryWriter]:
+    writer = SharedMemoryWriter()
+    yield writer
+    writer.close()
+
+
+async def test_every_replica_gets_the_bits(writer: SharedMemoryWriter, model_dir: Callable[..., Path]) -> None:
+    policy = load_model(model_dir("qwen3"))
+    replicas = [ReadingReplica(), ReadingReplica()]
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            policy.model.model.norm.weight.add_(1.0)
+        manifest = await writer.sync(policy.named_weights(), replicas, version)
+        assert manifest.version == version
+        for replica in replicas:
+            assert set(replica.loaded) == {name for name, _ in policy.named_weights()}
+            for name, tensor in policy.named_weights():
+                assert torch.equal(replica.loaded[name], tensor)
+    # Older versions are removed: memory does not grow with the run.
+    assert len(list(writer.directory.iterdir())) <= 2
+    read_weights(manifest)
+    writer.close()
+    writer.close()
+    assert not writer.directory.exists()
+
+
+async def test_a_replica_that_serves_another_version_is_an_error(
+    writer: SharedMemoryWriter, model_dir: Callable[..., Path]
+) -> None:
+    policy = load_model(model_dir("qwen3"))
+    with pytest.raises(InferenceError, match="serves weight version 6 after an update to 7"):
+        await writer.sync(policy.named_weights(), [ReadingReplica(), ReadingReplica(6)], 7)
+
+
+def test_what_a_killed_process_left_is_removed(writer: SharedMemoryWriter) -> None:
+    code = (
+        "import os; from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter as W;"
+        "w = W(); (w.directory / 'x').write_text('x'); print(w.directory, flush=True); os.kill(os.getpid(), 9)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    orphan = Path(result.stdout.strip())
+    assert (orphan / "x").exists(), result.stderr
+    other = SharedMemoryWriter()
+    try:
+        assert not orphan.exists()
+        assert writer.directory.exists()
+    finally:
+        other.close()

@@ -1,0 +1,75 @@
+"""The application: which commands there are, and how errors reach a person.
+
+Owns: :func:`main`. A command is a file beside this one that calls one library function; it imports what it needs
+when it runs, so that ``--help`` is fast. Refuses: catching anything but this package's own errors; a bug shows its
+traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from turnwise import __version__
+from turnwise.cli import audit, check_env, evaluate, serve, sft, train, view
+from turnwise.errors import TurnwiseError
+
+app = typer.Typer(
+    name="turnwise",
+    help="Gym-style environments and agents, recorded token by token, trained with PPO/GRPO.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.command)
+app.command("sft")(sft.command)
+app.command("eval")(evaluate.command)
+app.command("serve")(serve.command)
+app.command("view")(view.command)
+app.command("audit")(audit.command)
+app.command("check-env")(check_env.command)
+
+
+@app.command("version")
+def _version() -> None:
+    """Print the version."""
+    typer.echo(f"turnwise {__version__}")
+
+
+@app.callback()
+def _options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error. May stand anywhere."),
+) -> None:
+    """Declare the options of all commands; :func:`main` has taken ``--debug`` out before."""
+    del debug
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0, 1 after an error, 2 after a wrong command line, 130 after Ctrl-C.
+
+    Args:
+        argv: The arguments without the program's name; by default the process's own.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        app(arguments, prog_name="turnwise")
+    except TurnwiseError as error:
+        if debug:
+            raise
+        _complain(error)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _complain(error: TurnwiseError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), (str(error), "red")))

@@ -1,0 +1,71 @@
+"""An environment of one message: a prompt, an answer, a score.
+
+Owns: :class:`SingleTurnEnv`. Refuses: tools.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from turnwise.envs.core import Env, ResetResult, Score, StepResult, invoke
+from turnwise.errors import EnvError
+from turnwise.references import load_object
+from turnwise.tasks import Task
+from turnwise.tools.core import ToolResponse
+from turnwise.types import Message
+
+
+class SingleTurnEnv(Env):
+    """The task's prompt is the conversation; the first message of the model is scored.
+
+    Subclass it and write ``score`` (the task is ``self.task``), or give a function that scores.
+
+    Attributes:
+        task: The dataset row of this episode.
+    """
+
+    task: Task
+
+    def __init__(self, scorer: Callable[[Task, Message | None], Any] | str | None = None) -> None:
+        """Take a scorer.
+
+        Args:
+            scorer: ``scorer(task, final)``, a plain or async function that returns a number or named parts;
+                ``pkg.module:function`` in configurations. Not needed where a subclass writes ``score``.
+
+        Raises:
+            ConfigError: The reference cannot be loaded.
+            EnvError: There is no scorer, and the class writes no ``score`` either.
+        """
+        self._scorer = load_object(scorer, "scorer") if isinstance(scorer, str) else scorer
+        if self._scorer is None and type(self).score is SingleTurnEnv.score:
+            raise EnvError(
+                f"{type(self).__qualname__} does not know what an answer is worth: give scorer=function (in "
+                "configurations 'pkg.module:function'), or write score() in a subclass"
+            )
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
+        """Start with the task's prompt."""
+        if task is None:
+            raise EnvError(f"{type(self).__qualname__}.reset got no task: its prompt is the conversation")
+        self.task = task
+        return task.messages(), {}
+
+    async def step(self, action: Message) -> StepResult:
+        """Score the message. Calls in it, though no tool was offered, are answered by errors."""
+        answers: list[Message] = []
+        for call in action.get("tool_calls") or ():
+            response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
+            answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()})
+        rewards: dict[str, float] = await invoke(self, "score", action)
+        return StepResult(answers, sum(rewards.values()), True, False, {"rewards": rewards, "metrics": {}})
+
+    async def score(self, final: Message | None) -> Score:
+        """Return what the scorer says of the message."""
+        if self._scorer is None:
+            raise EnvError(f"{type(self).__qualname__} has no scorer")
+        result: Any = self._scorer(self.task, final)
+        value: Score = await result if inspect.isawaitable(result) else result
+        return value

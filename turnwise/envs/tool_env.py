@@ -1,0 +1,232 @@
+"""An environment whose world is reached through tools.
+
+Owns: :class:`ToolEnv`: every call of a message gets exactly one answer, and a message without calls is the final
+answer, which is scored. Refuses: running tools itself; that is ``tools/execute.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, invoke
+from turnwise.errors import EnvError, TaskError
+from turnwise.tasks import Task
+from turnwise.tools.core import Tool, ToolResponse
+from turnwise.tools.execute import Outcome, ToolRunner
+from turnwise.types import Message, StopReason, ToolCall
+
+
+class ToolEnv(Env):
+    """An environment that answers tool calls until a message comes without any.
+
+    Decorate methods with ``@function_tool`` (they are tools with the state of this episode), list other tools in
+    ``tools``, write ``reset`` and ``score``. Every call is answered: with the tool's result, or with an error that the
+    model can read. The reward of a step is the sum of its tools' rewards, that of the last one is the score.
+
+    ``reset`` begins an episode, however a subclass writes it: it need not call ``super().reset()``.
+
+    Attributes:
+        max_invalid_calls: After so many messages in a row of whose calls none reached a tool (or so many calls, where
+            they come one by one), ``step`` truncates the episode with ``invalid_calls``; 0 is never.
+        tool_timeout: Seconds for calls of tools that set no time-out of their own, or None.
+        invalid_in_a_row: How many such messages or calls came last.
+    """
+
+    max_invalid_calls: int = 3
+    tool_timeout: float | None = None
+    invalid_in_a_row: int = 0
+
+    _task: Task | None = None
+    _begun: bool = False
+    _over: bool = False
+    _runner: ToolRunner | None = None
+    _stale: tuple[ToolRunner, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "reset" in vars(cls):
+            cls.reset = _beginning(cls.reset)  # type: ignore[method-assign]
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> MaybeAwaitable[ResetResult]:  # noqa: ARG002
+        """Start an episode with the task's prompt.
+
+        Raises:
+            EnvError: There is no task; an environment that needs none writes its own ``reset``.
+        """
+        self._begin(task)
+        if task is None:
+            raise EnvError(f"{type(self).__qualname__}.reset got no task: pass one, or write reset() in the class")
+        return task.messages(), {}
+
+    async def step(self, action: Message) -> StepResult:
+        """Answer all calls of a message, or score it where it makes none.
+
+        Returns:
+            One tool message per call, in call order. Without calls: terminated, with the parts of the score in
+            ``info["rewards"]``.
+
+        Raises:
+            EnvError: No episode runs, or a tool or ``score`` broke its contract.
+        """
+        runner = await self._open()
+        calls = action.get("tool_calls") or ()
+        if not calls:
+            return await self.final_step(action)
+        try:
+            outcomes = await runner.run_all(calls)
+        finally:
+            self.lost_thread = runner.lost > 0
+        self._note(any(outcome.usable for outcome in outcomes))
+        rewards = _rewards(outcomes)
+        info: dict[str, Any] = {"rewards": rewards, "metrics": _metrics(outcomes)}
+        if self.lost_thread:
+            info["stop_reason"] = StopReason.TIMEOUT
+        elif 0 < self.max_invalid_calls <= self.invalid_in_a_row:
+            info["stop_reason"] = StopReason.INVALID_CALLS
+        self._over = "stop_reason" in info
+        observation = [_answer(outcome) for outcome in outcomes]
+        return StepResult(observation, sum(rewards.values()), False, self._over, info)
+
+    async def call(self, call: ToolCall) -> ToolResponse:
+        """Answer one call.
+
+        Raises:
+            EnvError: No episode runs, or the tool broke its contract.
+        """
+        runner = await self._open()
+        try:
+            outcome = await runner.run(call)
+        finally:
+            self.lost_thread = runner.lost > 0
+        self._note(outcome.usable)
+        return outcome.response
+
+    async def final_step(self, final: Message, observation: Sequence[Message] = ()) -> StepResult:
+        """Score a message and end the episode. For subclasses that end it otherwise (a tool that submits).
+
+        Args:
+            final: The message that ended it.
+            observation: What is still to be answered.
+        """
+        self._over = True
+        rewards: dict[str, float] = await invoke(self, "score", final)
+        return StepResult(list(observation), sum(rewards.values()), True, False, {"rewards": rewards, "metrics": {}})
+
+    def toolset(self) -> dict[str, Tool]:
+        """Return the tools by name; those of the episode while one runs."""
+        return super().toolset() if self._runner is None else self._runner.tools
+
+    async def extra_rewards(self) -> dict[str, float]:
+        """Return what the BaseTools' instances are worth, as ``tool/<name>``."""
+        return {} if self._runner is None else await self._runner.rewards()
+
+    async def close(self) -> None:
+        """Release the BaseTools of the episode."""
+        await self.release()
+
+    async def release(self) -> None:
+        """Release the BaseTools of the episode, each instance exactly once."""
+        self._begun = False
+        waiting = [*self._stale, *([] if self._runner is None else [self._runner])]
+        self._stale, self._runner = (), None
+        failed: list[EnvError] = []
+        for runner in waiting:
+            try:
+                await runner.close()
+            except EnvError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _begin(self, task: Task | None) -> None:
+        if self._runner is not None:
+            # Their instances are released by the next await; reset may be a plain function.
+            self._stale = (*self._stale, self._runner)
+        self._task, self._runner = task, None
+        self._begun, self._over, self.invalid_in_a_row = True, False, 0
+
+    async def _open(self) -> ToolRunner:
+        if not self._begun or self._over:
+            why = "is over" if self._over else "has not begun"
+            raise EnvError(f"{type(self).__qualname__}: the episode {why}: call reset() first")
+        while self._stale:
+            first, *rest = self._stale
+            self._stale = tuple(rest)
+            await first.close()
+        if self._runner is None:
+            tools = super().toolset()
+            self._runner = ToolRunner(
+                tools,
+                owner=self,
+                executor=self.executor,
+                timeout=self.tool_timeout,
+                tools_kwargs=_tools_kwargs(self._task, tools),
+            )
+        await self._runner.open()
+        return self._runner
+
+    def _note(self, usable: bool) -> None:
+        self.invalid_in_a_row = 0 if usable else self.invalid_in_a_row + 1
+
+
+def _beginning(reset: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``reset`` such that an episode begins when it is called."""
+
+    @functools.wraps(reset)
+    def begin(self: ToolEnv, task: Task | None = None, **kwargs: Any) -> Any:
+        self._begin(task)
+        return reset(self, task, **kwargs)
+
+    return begin
+
+
+def _tools_kwargs(task: Task | None, tools: Mapping[str, Tool]) -> Mapping[str, Any]:
+    given = None if task is None else task.data.get("tools_kwargs")
+    if task is None or not given:
+        return {}
+    where = f"task {task.id!r}: data['tools_kwargs']"
+    if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
+        raise TaskError(f"{where} is {given!r}: it must be an object from tool names to objects")
+    unknown = [name for name in given if name not in tools]
+    if unknown:
+        raise TaskError(
+            f"{where} names {', '.join(map(repr, unknown))}, but the tools are {', '.join(tools) or 'none'}"
+        )
+    return given
+
+
+def _answer(outcome: Outcome) -> Message:
+    return {
+        "role": "tool",
+        "tool_call_id": outcome.call.id,
+        "name": outcome.call.name,
+        "content": outcome.response.content(),
+    }
+
+
+def _rewards(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    rewards: dict[str, float] = {}
+    for outcome in outcomes:
+        if outcome.response.reward is not None:
+            name = f"tool/{outcome.call.name}"
+            rewards[name] = rewards.get(name, 0.0) + outcome.response.reward
+    return rewards
+
+
+def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    metrics = {"tool_calls": 0.0, "tool_errors": 0.0, "tool_seconds": 0.0}
+
+    def add(name: str, value: float) -> None:
+        metrics[name] = metrics.get(name, 0.0) + value
+
+    for outcome in outcomes:
+        add("tool_calls", 1.0)
+        add("tool_seconds", outcome.seconds)
+        if outcome.response.error is not None:
+            add("tool_errors", 1.0)
+            add(f"tool_errors/{outcome.response.error}", 1.0)
+        for name, value in outcome.response.metrics.items():
+            add(f"{outcome.call.name}/{name}", value)
+    return metrics

@@ -1,0 +1,20 @@
+"""Evaluation: the tasks of an environment against a model, and the figures."""
+
+from turnwise.evaluation.config import EvalConfig, EvalPlan, RendererConfig
+from turnwise.evaluation.metrics import Estimate, Summary, clustered_mean, pass_at_k, summarize
+from turnwise.evaluation.result import EvalResult, result_table
+from turnwise.evaluation.runner import evaluate
+
+__all__ = [
+    "Estimate",
+    "EvalConfig",
+    "EvalPlan",
+    "EvalResult",
+    "RendererConfig",
+    "Summary",
+    "clustered_mean",
+    "evaluate",
+    "pass_at_k",
+    "result_table",
+    "summarize",
+]

@@ -1,0 +1,271 @@
+"""From trajectories to the figures of an evaluation. Pure functions, no files, no printing.
+
+Owns: what counts as a success, the standard errors, pass@k and the summary. Refuses: turning a failure of the
+infrastructure into a reward of zero; such episodes stand in no rate and are counted beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
+
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and how far it may be off.
+
+    Attributes:
+        mean: The mean over all episodes.
+        stderr: Its standard error; None where one task alone cannot tell.
+        episodes: How many values went in.
+        tasks: How many tasks they came from.
+    """
+
+    mean: float
+    stderr: float | None
+    episodes: int
+    tasks: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" if self.stderr is None else f"{self.mean:.3f} ± {self.stderr:.3f}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {"mean": self.mean, "stderr": self.stderr, "episodes": self.episodes, "tasks": self.tasks}
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """One episode of an evaluation, over all its sessions.
+
+    Attributes:
+        task_id: The dataset row.
+        group_id: The group it belongs to.
+        episode_id: The episode.
+        reward: Sum of all reward events.
+        rewards: The same by name.
+        success: Whether the reward reached the threshold.
+        turns: Model calls.
+        tool_calls: Calls that the environment answered.
+        tool_errors: How many answers were errors, by kind; ``all`` holds their sum.
+        sampled_tokens: Ids that the model sampled.
+        forks: Forks by reason.
+        stop_reason: Why the main session ended.
+        error: What ended it, where an infrastructure failure did.
+    """
+
+    task_id: str
+    group_id: str
+    episode_id: str
+    reward: float
+    rewards: Mapping[str, float]
+    success: bool
+    turns: int
+    tool_calls: int
+    tool_errors: Mapping[str, int]
+    sampled_tokens: int
+    forks: Mapping[str, int]
+    stop_reason: StopReason
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {name: getattr(self, name) for name in _ROW_FIELDS}
+
+
+_ROW_FIELDS = (
+    "task_id", "group_id", "episode_id", "reward", "rewards", "success", "turns", "tool_calls", "tool_errors",
+    "sampled_tokens", "forks", "stop_reason", "error",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of one evaluation.
+
+    Attributes:
+        success: Share of episodes that succeeded.
+        reward: Mean reward.
+        pass_at: pass@k by k, for each k that every task has enough episodes for.
+        turns: Mean model calls per episode.
+        tool_calls: Calls that environments answered.
+        tool_errors: Answers that were errors, by kind.
+        stop_reasons: Episodes by the reason for which they ended.
+        sampled_tokens: Mean sampled ids per episode.
+        forks: Forks by reason.
+        failed: Episodes that an infrastructure failure ended: in none of the figures above.
+        tasks: How many tasks have at least one episode in the figures.
+    """
+
+    success: Estimate
+    reward: Estimate
+    pass_at: Mapping[int, Estimate]
+    turns: float
+    tool_calls: int
+    tool_errors: Mapping[str, int]
+    stop_reasons: Mapping[str, int]
+    sampled_tokens: float
+    forks: Mapping[str, int]
+    failed: int
+    tasks: int
+    rows: Sequence[EpisodeRow] = field(default=(), repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures (not the rows) as JSON values."""
+        return {
+            "success": self.success.to_json(),
+            "reward": self.reward.to_json(),
+            "pass_at": {str(k): estimate.to_json() for k, estimate in self.pass_at.items()},
+            "turns": self.turns,
+            "tool_calls": self.tool_calls,
+            "tool_errors": dict(self.tool_errors),
+            "stop_reasons": dict(self.stop_reasons),
+            "sampled_tokens": self.sampled_tokens,
+            "forks": dict(self.forks),
+            "failed": self.failed,
+            "tasks": self.tasks,
+        }
+
+
+def clustered_mean(clusters: Iterable[Sequence[float]]) -> Estimate:
+    """Return the mean over all values, with a standard error that respects clusters.
+
+    Values of one task are not independent of each other, so the plain standard error is too small. With N values
+    in C clusters, the cluster-robust estimate (Liang and Zeger 1986; Miller 2024, "Adding Error Bars to Evals",
+    equation for clustered errors; factor C / (C - 1) after Cameron and Miller 2015) is::
+
+        SE^2 = C / (C - 1) * sum_c (sum_{i in c} (x_i - mean))^2 / N^2
+
+    Args:
+        clusters: The values of each task. Tasks without a value do not count.
+    """
+    values = [list(cluster) for cluster in clusters if len(cluster)]
+    count = sum(len(cluster) for cluster in values)
+    if count == 0:
+        return Estimate(math.nan, None, 0, 0)
+    mean = math.fsum(value for cluster in values for value in cluster) / count
+    if len(values) == 1:
+        return Estimate(mean, None, count, 1)
+    squares = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in values)
+    variance = len(values) / (len(values) - 1) * squares / count**2
+    return Estimate(mean, math.sqrt(variance), count, len(values))
+
+
+def pass_at_k(episodes: int, successes: int, k: int) -> float:
+    """Return the unbiased estimate of the chance that at least one of ``k`` episodes succeeds.
+
+    1 - C(n - c, k) / C(n, k) with n episodes of which c succeeded (Chen et al. 2021, "Evaluating Large Language
+    Models Trained on Code", equation 1).
+
+    Raises:
+        ValueError: ``k`` is below 1 or above ``episodes``, or ``successes`` is not within 0 and ``episodes``.
+    """
+    if not 1 <= k <= episodes:
+        raise ValueError(f"pass@{k} needs at least {max(k, 1)} episodes per task; there are {episodes}")
+    if not 0 <= successes <= episodes:
+        raise ValueError(f"{successes} successes among {episodes} episodes")
+    return 1.0 - math.comb(episodes - successes, k) / math.comb(episodes, k)
+
+
+def episode_rows(trajectories: Iterable[Trajectory], *, success_reward: float = 1.0) -> list[EpisodeRow]:
+    """Return one row per episode, in the order in which they appear; an episode may have left several trajectories.
+
+    Args:
+        trajectories: What sessions left.
+        success_reward: The least reward of a success (up to rounding).
+    """
+    episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        episodes[trajectory.episode_id, trajectory.attempt].append(trajectory)
+    return [_row(members, success_reward) for members in episodes.values()]
+
+
+def _row(members: Sequence[Trajectory], success_reward: float) -> EpisodeRow:
+    main = next((member for member in members if member.agent == "main"), members[0])
+    rewards: defaultdict[str, float] = defaultdict(float)
+    metrics: defaultdict[str, float] = defaultdict(float)
+    forks: Counter[str] = Counter()
+    for member in members:
+        for _, name, value in member.rewards:
+            rewards[name] += value
+        for name, value in member.metrics.items():
+            metrics[name] += value
+        forks.update(member.forks())
+    reward = math.fsum(member.reward for member in members)
+    prefix = "tool_errors/"
+    kinds = {name.removeprefix(prefix): int(n) for name, n in metrics.items() if name.startswith(prefix) and n}
+    return EpisodeRow(
+        task_id=main.task_id,
+        group_id=main.group_id,
+        episode_id=main.episode_id,
+        reward=reward,
+        rewards=dict(rewards),
+        success=main.error is None and reward >= success_reward - _TOLERANCE,
+        turns=sum(1 for member in members for segment in member.segments if segment.sampled),
+        tool_calls=int(metrics["tool_calls"]),
+        tool_errors={"all": max(int(metrics["tool_errors"]), sum(kinds.values())), **kinds},
+        sampled_tokens=sum(member.sampled_tokens for member in members),
+        forks=dict(forks),
+        stop_reason=main.stop_reason,
+        error=next((member.error for member in members if member.error is not None), None),
+    )
+
+
+def summarize(groups: Iterable[TrajectoryGroup], *, success_reward: float = 1.0, pass_k: Sequence[int] = ()) -> Summary:
+    """Return the figures of finished groups.
+
+    Args:
+        groups: One or more per task. Members that ended in an error count as failed, as do those that the
+            group dropped before.
+        success_reward: The least reward of a success.
+        pass_k: Which pass@k to estimate; a ``k`` above the episodes of some task is left out.
+    """
+    rows: list[EpisodeRow] = []
+    failed = 0
+    for group in groups:
+        failed += group.failed
+        for row in episode_rows(group.trajectories, success_reward=success_reward):
+            if row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED):
+                rows.append(row)
+            else:
+                failed += 1
+    return summarize_rows(rows, failed=failed, pass_k=pass_k)
+
+
+def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Sequence[int] = ()) -> Summary:
+    """Return the figures of episodes that ended without a failure of the infrastructure."""
+    by_task: defaultdict[str, list[EpisodeRow]] = defaultdict(list)
+    for row in rows:
+        by_task[row.task_id].append(row)
+    counts = [(len(members), sum(member.success for member in members)) for members in by_task.values()]
+    fewest = min((n for n, _ in counts), default=0)
+    errors: Counter[str] = Counter()
+    forks: Counter[str] = Counter()
+    for row in rows:
+        errors.update(row.tool_errors)
+        forks.update(row.forks)
+    number = max(len(rows), 1)
+    return Summary(
+        success=clustered_mean([float(row.success) for row in members] for members in by_task.values()),
+        reward=clustered_mean([row.reward for row in members] for members in by_task.values()),
+        pass_at={
+            k: clustered_mean([pass_at_k(n, c, k)] for n, c in counts) for k in sorted(set(pass_k)) if k <= fewest
+        },
+        turns=sum(row.turns for row in rows) / number,
+        tool_calls=sum(row.tool_calls for row in rows),
+        tool_errors=dict(errors.most_common()),
+        stop_reasons=dict(Counter(str(row.stop_reason) for row in rows).most_common()),
+        sampled_tokens=sum(row.sampled_tokens for row in rows) / number,
+        forks=dict(forks.most_common()),
+        failed=failed,
+        tasks=len(by_task),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,128 @@
+"""``turnwise eval``: from a checkpoint or a server's address to a summary on disk.
+
+Owns: :func:`run_eval`, which assembles what :func:`~turnwise.evaluation.runner.evaluate` needs, and takes it apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from turnwise.config import dump_config
+from turnwise.errors import ConfigError, InferenceError
+from turnwise.evaluation.config import EvalConfig
+from turnwise.evaluation.metrics import episode_rows
+from turnwise.evaluation.result import EvalResult, result_table
+from turnwise.evaluation.runner import eval_requests, evaluate, load_eval_tasks
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.core import LLMClient
+from turnwise.inference.fleet import Fleet
+from turnwise.inference.ledger import LedgerClient
+from turnwise.rollout.core import RolloutParts
+from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.writer import TrajectoryWriter
+from turnwise.tasks import Task
+from turnwise.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Who samples, and what to do when it fails."""
+
+    client: LLMClient
+    recover: Callable[[InferenceError], Awaitable[None]] | None = None
+
+
+def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResult:
+    """Evaluate a model on an environment, print the figures and write everything down.
+
+    The directory of the evaluation then holds ``config.yaml``, ``trajectories.jsonl``, ``ledger.jsonl`` (so that it
+    can be viewed and audited), ``episodes.jsonl`` and ``summary.json``.
+
+    Args:
+        config: What is evaluated, by whom and with what.
+        console: Where to print; by default the terminal.
+
+    Raises:
+        ConfigError: Something of the configuration cannot be used; nothing was started.
+        TurnwiseError: What went wrong.
+    """
+    console = console or Console()
+    tasks = load_eval_tasks(config)
+    folder = _folder(config)
+    result = asyncio.run(_evaluate(config, tasks, folder, console))
+    result.write(folder)
+    console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
+    console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
+    return result
+
+
+def _folder(config: EvalConfig) -> Path:
+    """Return the directory to write to. It holds no evaluation yet: two in one file could not be told apart."""
+    if config.out is None:
+        name = "".join(letter if letter.isalnum() else "-" for letter in config.rollout.env.name).strip("-")
+        folder = Path.cwd() / "runs" / f"eval-{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        number = 2
+        while folder.exists():
+            folder, number = folder.with_name(f"{folder.name.partition('.')[0]}.{number}"), number + 1
+    else:
+        folder = config.out
+    taken = [name for name in ("trajectories.jsonl", "ledger.jsonl", "summary.json") if (folder / name).exists()]
+    if taken:
+        raise ConfigError(f"out is {folder}, which holds {', '.join(taken)} already: name another directory")
+    return folder
+
+
+async def _evaluate(config: EvalConfig, tasks: list[Task], folder: Path, console: Console) -> EvalResult:
+    renderer = config.renderer.load(config.model)
+    described = renderer.describe()
+    console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    async with AsyncExitStack() as stack:
+        model = await _model(config, folder, stack)
+        # The ledger closes the client with it, and marks its own end: nothing is in flight any more.
+        client = LedgerClient(model.client, folder / "ledger.jsonl")
+        stack.push_async_callback(client.close)
+        writer = TrajectoryWriter(folder / "trajectories.jsonl")
+        stack.callback(writer.close)
+        parts = RolloutParts(renderer, write=writer.write, recover=model.recover)
+        producer = await RolloutProducer.create(config.rollout, client, None, parts)
+        stack.push_async_callback(producer.close)
+        return await _watched(producer, config, tasks, console)
+
+
+async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Model:
+    if config.urls:
+        settings = config.inference
+        return _Model(HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait))
+    fleet = Fleet(config.inference, config.model, logs=folder / "logs")
+    stack.push_async_callback(fleet.close)
+    await fleet.launch()
+    return _Model(fleet.client, fleet.recover)
+
+
+async def _watched(producer: RolloutProducer, config: EvalConfig, tasks: list[Task], console: Console) -> EvalResult:
+    """Evaluate with a bar that counts groups and successes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("evaluating", total=len(eval_requests(config, tasks)))
+        ended = successes = 0
+
+        def count(group: TrajectoryGroup) -> None:
+            nonlocal ended, successes
+            rows = episode_rows(group.trajectories, success_reward=config.success_reward)
+            ended += len(rows)
+            successes += sum(row.success for row in rows)
+            share = f"{successes / ended:.2f}" if ended else "-"
+            progress.update(bar, advance=1, description=f"success {share}")
+
+        return await evaluate(producer, config, tasks=tasks, on_group=count)

@@ -1,0 +1,196 @@
+"""Trajectories for human eyes: what was said, what was sampled, what was rewarded and why it ended.
+
+Owns: choosing trajectories from a run and laying them out in a terminal. Refuses: interpreting ids; what they mean
+stands in the segments' messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.text import Text
+
+from turnwise.errors import FormatError
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trajectory import Segment, Trajectory
+
+_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+_FILE = "trajectories.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which trajectories to show.
+
+    Attributes:
+        task: Only those of this task.
+        trajectory: Only the one with this id.
+        partition: Only ``train`` or only ``val``.
+        number: The newest so many of them.
+    """
+
+    task: str | None = None
+    trajectory: str | None = None
+    partition: str | None = None
+    number: int = 3
+
+    def holds(self, trajectory: Trajectory) -> bool:
+        """Whether a trajectory is wanted."""
+        return (
+            (self.task is None or trajectory.task_id == self.task)
+            and (self.trajectory is None or trajectory.id == self.trajectory)
+            and (self.partition is None or trajectory.partition == self.partition)
+        )
+
+    def __str__(self) -> str:
+        parts = {"task": self.task, "id": self.trajectory, "partition": self.partition}
+        return ", ".join(f"{name} {value!r}" for name, value in parts.items() if value is not None)
+
+
+def show(source: Path, selection: Selection, *, tokens: bool = False, console: Console | None = None) -> int:
+    """Print the newest trajectories that were selected, and say how many there are.
+
+    Args:
+        source: A run directory or a file of trajectories.
+        selection: Which ones.
+        tokens: Whether to show ids, logprobs and weight versions too.
+        console: Where to; by default the terminal.
+
+    Returns:
+        How many were shown.
+
+    Raises:
+        FormatError: There is no such file, a line cannot be read, or nothing fits the selection.
+    """
+    console = console or Console()
+    file = source / _FILE if source.is_dir() else source
+    if not file.is_file():
+        raise FormatError(f"there is no file {file}: give a run directory that holds {_FILE}, or such a file")
+    newest: deque[Trajectory] = deque(maxlen=selection.number)
+    total = fitting = 0
+    for trajectory in read_trajectories(file):
+        total += 1
+        if selection.holds(trajectory):
+            fitting += 1
+            newest.append(trajectory)
+    if not newest:
+        wanted = f" with {selection}" if str(selection) else ""
+        raise FormatError(f"{file} holds {total} trajectories, none{wanted}")
+    for trajectory in newest:
+        console.print(render(trajectory, tokens=tokens))
+    console.print(Text(f"{len(newest)} of {fitting} trajectories ({total} in {file})", style="dim"))
+    return len(newest)
+
+
+def render(trajectory: Trajectory, *, tokens: bool = False) -> RenderableType:
+    """Return a trajectory laid out for a terminal; branches that share segments show them once."""
+    parts: list[RenderableType] = [_head(trajectory)]
+    shown: set[int] = set()
+    leaves = trajectory.leaves()
+    for number, leaf in enumerate(leaves, 1):
+        path = trajectory.path(leaf)
+        if len(leaves) > 1:
+            parts.append(_branch(number, len(leaves), path, shown))
+        for segment in path:
+            if segment.index not in shown:
+                shown.add(segment.index)
+                parts.extend(_segment(segment, trajectory.rewards, tokens))
+    loose = [event for event in trajectory.rewards if event[0] is None]
+    if loose:
+        parts.append(Text.assemble(("episode ", "dim"), _rewards(loose)))
+    title = Text(f" {trajectory.id} ", style="bold")
+    return Panel(Group(*parts), title=title, title_align="left", border_style="red" if trajectory.error else "blue")
+
+
+def _head(trajectory: Trajectory) -> Text:
+    turns = sum(segment.sampled for segment in trajectory.segments)
+    facts = [
+        f"task {trajectory.task_id}",
+        f"{trajectory.partition}, seed {trajectory.seed}",
+        f"{turns} turn{'' if turns == 1 else 's'}",
+        f"{trajectory.sampled_tokens} tokens sampled",
+    ]
+    if trajectory.agent != "main":
+        facts.insert(1, f"session {trajectory.agent}")
+    head = Text.assemble(("reward ", "dim"), (f"{trajectory.reward:g}", "bold"), ("  ended ", "dim"))
+    head.append(str(trajectory.stop_reason), style="bold")
+    head.append(f"\n{'  '.join(facts)}", style="dim")
+    if forks := trajectory.forks():
+        head.append("\nforks: " + ", ".join(f"{reason} ×{count}" for reason, count in forks.most_common()))
+    if trajectory.error is not None:
+        head.append(f"\n{trajectory.error}", style="red")
+    return head
+
+
+def _branch(number: int, total: int, path: Sequence[Segment], shown: set[int]) -> Text:
+    text = Text(f"── branch {number} of {total}", style="bold")
+    before = [segment for segment in path if segment.index in shown]
+    if before:
+        text.append(f", goes on after segment {before[-1].index}")
+    first = path[len(before)] if len(before) < len(path) else None
+    if first is not None and first.fork is not None:
+        text.append(f" ({first.fork})")
+    return text
+
+
+def _segment(
+    segment: Segment, rewards: Sequence[tuple[str | None, str, float]], tokens: bool
+) -> Iterator[RenderableType]:
+    if not segment.messages:
+        kind = "sampled" if segment.sampled else "context"
+        yield Text(f"{kind}: {len(segment.ids)} ids (messages were not saved)", style="dim")
+    for message in segment.messages:
+        yield _message(message, segment)
+    if tokens:
+        yield Padding(_ids(segment), (0, 0, 0, 2))
+    mine = [event for event in rewards if event[0] is not None and event[0] == segment.turn_id]
+    if mine:
+        yield Padding(_rewards(mine), (0, 0, 0, 2))
+
+
+def _message(message: Mapping[str, Any], segment: Segment) -> Text:
+    role = str(message.get("role", "?"))
+    label = f"{role} {message['name']}" if message.get("name") else role
+    text = Text(label, style=f"bold {_STYLES.get(role, 'white')}")
+    if segment.sampled:
+        text.append(f"  {segment.turn_id}", style="dim")
+        if segment.finish_reason == "length":
+            text.append("  cut off", style="red")
+    body = Text()
+    if message.get("reasoning_content"):
+        body.append(f"\n{message['reasoning_content']}", style="dim italic")
+    if message.get("content"):
+        body.append(f"\n{_content(message['content'])}")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        written = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        body.append(f"\n→ {function.get('name')}({written})", style="bold yellow")
+    return text.append_text(body)
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", f"[{part.get('type')}]") for part in content)
+
+
+def _ids(segment: Segment) -> Text:
+    text = Text(f"ids {segment.ids.tolist()}", style="dim")
+    if segment.logprobs is not None:
+        text.append(f"\nlogprobs {[round(float(value), 4) for value in segment.logprobs]}")
+        spans = ", ".join(f"version {version}: [{start}, {end})" for version, start, end in segment.weight_versions)
+        text.append(f"\n{spans}; finish reason {segment.finish_reason}")
+    return text
+
+
+def _rewards(events: Sequence[tuple[str | None, str, float]]) -> Text:
+    return Text("  ".join(f"★ {name} {value:+g}" for _, name, value in events), style="bold magenta")

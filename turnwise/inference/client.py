@@ -1,0 +1,377 @@
+"""The HTTP client of every server that speaks vLLM's ``/inference/v1/generate``: the built-in one, and vLLM itself.
+
+Owns: :class:`HTTPClient`: which server gets a request, connection errors, going on after an interruption, and checking
+what comes back. Refuses: steering servers (:class:`~turnwise.inference.core.Replica`) and text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+
+from turnwise.errors import InferenceError, RequestRefused
+from turnwise.inference import wire
+from turnwise.inference.core import LLMClient, ModelInfo
+from turnwise.types import (
+    Completion,
+    FinishReason,
+    Logprobs,
+    SamplingParams,
+    TokenDelta,
+    TokenIds,
+    TokenPrompt,
+    VersionSpan,
+)
+
+_REMEMBERED_SESSIONS = 65536
+_EMPTY_ABORTS = 100
+_ABORT_WAIT = 0.05
+_log = logging.getLogger(__name__)
+
+
+class Balancer:
+    """Which of several servers gets a request: the one that holds the session's prefix, else the least busy."""
+
+    def __init__(self, count: int, *, remembered: int = _REMEMBERED_SESSIONS) -> None:
+        self._busy = [0] * count
+        self._home: OrderedDict[str, int] = OrderedDict()
+        self._remembered = remembered
+
+    def take(self, session_id: str, *, avoid: int | None = None) -> int:
+        """Choose a server and count a request on it.
+
+        Args:
+            session_id: Requests of one session go to one server while it is remembered.
+            avoid: A server that has just failed.
+        """
+        index = self._home.get(session_id) if session_id else None
+        if index is None or (index == avoid and len(self._busy) > 1):
+            choices = [place for place in range(len(self._busy)) if place != avoid or len(self._busy) == 1]
+            index = min(choices, key=self._busy.__getitem__)
+        if session_id:
+            self._home[session_id] = index
+            self._home.move_to_end(session_id)
+            if len(self._home) > self._remembered:
+                self._home.popitem(last=False)
+        self._busy[index] += 1
+        return index
+
+    def give_back(self, index: int) -> None:
+        """Count a request as ended."""
+        self._busy[index] -= 1
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What is known of a completion so far, over all its parts."""
+
+    params: SamplingParams
+    prompt: TokenIds
+    ids: list[TokenIds] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    sampled: int = 0
+    empty_aborts: int = 0
+
+    def body(self, *, stream: bool, model: str | None) -> bytes:
+        params = self.params
+        if self.sampled and params.max_tokens is not None:
+            params = replace(params, max_tokens=params.max_tokens - self.sampled)
+        ids = np.concatenate([self.prompt, *self.ids]) if self.sampled else self.prompt
+        return wire.encode_request(ids, params, stream=stream, continued=self.sampled, model=model)
+
+    def add(self, ids: TokenIds, logprobs: Logprobs, spans: Sequence[VersionSpan]) -> None:
+        """Append one part; ``spans`` count from its own beginning."""
+        for version, start, end in spans:
+            goes_on = bool(self.spans) and self.spans[-1][0] == version
+            first = self.spans.pop()[1] if goes_on else start + self.sampled
+            self.spans.append((version, first, end + self.sampled))
+        self.ids.append(ids)
+        self.logprobs.append(logprobs)
+        self.sampled += len(ids)
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        return Completion(
+            token_ids=self.ids[0] if len(self.ids) == 1 else np.concatenate(self.ids),
+            logprobs=self.logprobs[0] if len(self.logprobs) == 1 else np.concatenate(self.logprobs),
+            finish_reason=finish_reason,
+            weight_versions=tuple(self.spans),
+        )
+
+
+class HTTPClient(LLMClient):
+    """Sends requests to one or several servers over one pool of connections.
+
+    Requests are idempotent: one whose connection breaks is sent again, a bounded number of times. A completion that a
+    server interrupted (``finish_reason: abort``, around a weight update) is continued from the ids that are there; with
+    a seed the result is the same as without the interruption, as long as the weights are.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        model: str | None = None,
+        retries: int = 5,
+        retry_wait: float = 0.1,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Make a client; connections are opened when they are first needed.
+
+        Args:
+            urls: Base URLs, such as ``http://127.0.0.1:8000``.
+            model: Sent as ``model`` where a server serves several.
+            retries: How often a request is sent again after a connection error.
+            retry_wait: Seconds before the first of those; doubled each time, at most 2.
+            headers: Sent with every request (``Authorization``).
+
+        Raises:
+            ValueError: No URL.
+        """
+        if not urls:
+            raise ValueError("urls is empty: name at least one server")
+        self._urls = [url.rstrip("/") for url in urls]
+        self._model = model
+        self._retries = retries
+        self._retry_wait = retry_wait
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._balancer = Balancer(len(urls))
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers' base URLs."""
+        return tuple(self._urls)
+
+    def replace_url(self, old: str, new: str) -> None:
+        """Send to ``new`` what was sent to ``old``: a server came back under another address."""
+        self._urls[self._urls.index(old.rstrip("/"))] = new.rstrip("/")
+
+    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
+        """Sample one completion. See :meth:`LLMClient.generate`."""
+        progress = _start(prompt, params)
+        while True:
+            raw, url = await self._post(progress, session_id)
+            choice = wire.decode_response(_parse(raw, url), url)
+            progress.add(choice.token_ids, choice.logprobs, _spans(choice, url))
+            if choice.finish_reason is not None and choice.finish_reason != "abort":
+                return progress.completion(choice.finish_reason)
+            if progress.sampled and progress.sampled == params.max_tokens:
+                return progress.completion("length")
+            await _wait_after_abort(progress, url, len(choice.token_ids))
+
+    async def stream(
+        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
+    ) -> AsyncIterator[TokenDelta]:
+        """Sample one completion, piece by piece. See :meth:`LLMClient.stream`."""
+        progress = _start(prompt, params)
+        failures = 0
+        while True:
+            before = progress.sampled
+            url = ""
+            finish: FinishReason | None = None
+            try:
+                async with self._open_stream(progress, session_id) as (url, events):
+                    async for choice in events:
+                        finish = choice.finish_reason
+                        delta = _delta(progress, choice, before)
+                        if finish == "abort":
+                            finish_now: FinishReason | None = (
+                                "length" if progress.sampled == params.max_tokens else None
+                            )
+                            if len(delta.token_ids) or finish_now:
+                                yield replace(delta, finish_reason=finish_now)
+                            if finish_now:
+                                return
+                            break
+                        yield delta
+                        if finish is not None:
+                            return
+            except aiohttp.ClientError as error:
+                failures += 1
+                await self._after_failure(url, error, failures)
+                continue
+            if finish is None:
+                raise InferenceError(f"{url} ended a stream without a finish reason")
+            await _wait_after_abort(progress, url, progress.sampled - before)
+
+    async def model_info(self) -> ModelInfo:
+        """Return what the first server serves."""
+        url = self._urls[0]
+        body = _parse(await self._get(url, "/v1/models"), url)
+        try:
+            card = body["data"][0]
+            name, length = str(card["id"]), int(card["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InferenceError(f"{url}/v1/models answered no model with max_model_len: {str(body)[:200]}") from error
+        try:
+            info = _parse(await self._get(url, "/weight_info"), url)
+        except RequestRefused:
+            # vLLM has this route in its development mode only.
+            return ModelInfo(name, length)
+        version = str(info.get("weight_version") or 0)
+        return ModelInfo(name, length, int(version) if version.isdecimal() else 0)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # -- transport
+
+    def _pool(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise InferenceError("this client is closed")
+        if self._session is None:
+            # No time limits: a long completion, or a paused server, is no failure. Nobody hears of a server that
+            # vanishes without closing its connections but by keep-alive probes, which loopback does not need.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600, ttl_dns_cache=600),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+                headers=self._headers,
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+            )
+        return self._session
+
+    async def _post(self, progress: _Progress, session_id: str) -> tuple[bytes, str]:
+        """Send a request until it is answered or the tries are spent; return the body and who answered."""
+        data = progress.body(stream=False, model=self._model)
+        failures = 0
+        avoid = None
+        while True:
+            index = self._balancer.take(session_id, avoid=avoid)
+            url = self._urls[index]
+            try:
+                async with self._pool().post(
+                    url + wire.GENERATE, data=data, headers=_session_header(session_id)
+                ) as answer:
+                    raw = await answer.read()
+                    if answer.status != 200:
+                        raise _refusal(answer.status, raw, url)
+                    return raw, url
+            except aiohttp.ClientError as error:
+                failures += 1
+                avoid = index
+                await self._after_failure(url, error, failures)
+            finally:
+                self._balancer.give_back(index)
+
+    @asynccontextmanager
+    async def _open_stream(
+        self, progress: _Progress, session_id: str
+    ) -> AsyncIterator[tuple[str, AsyncIterator[wire.Choice]]]:
+        index = self._balancer.take(session_id, avoid=None)
+        url = self._urls[index]
+        data = progress.body(stream=True, model=self._model)
+        try:
+            async with self._pool().post(url + wire.GENERATE, data=data, headers=_session_header(session_id)) as answer:
+                if answer.status != 200:
+                    raise _refusal(answer.status, await answer.read(), url)
+                yield url, _events(answer, url)
+        finally:
+            self._balancer.give_back(index)
+
+    async def _after_failure(self, url: str, error: aiohttp.ClientError, failures: int) -> None:
+        if failures > self._retries:
+            raise InferenceError(f"{url} cannot be reached after {failures} tries: {error!r}") from error
+        _log.debug("%s: %r; try %d of %d follows", url, error, failures + 1, self._retries + 1)
+        await asyncio.sleep(min(2.0, self._retry_wait * 2 ** (failures - 1)))
+
+    async def _get(self, url: str, path: str) -> bytes:
+        failures = 0
+        while True:
+            try:
+                async with self._pool().get(url + path) as answer:
+                    raw = await answer.read()
+                    if answer.status != 200:
+                        raise _refusal(answer.status, raw, url + path)
+                    return raw
+            except aiohttp.ClientError as error:
+                failures += 1
+                await self._after_failure(url + path, error, failures)
+
+
+def _spans(choice: wire.Choice, url: str) -> tuple[VersionSpan, ...]:
+    tokens = len(choice.token_ids)
+    if choice.spans is None:
+        return ((0, 0, tokens),) if tokens else ()
+    if not wire.covers(choice.spans, tokens):
+        raise InferenceError(f"{url} answered {tokens} ids with weight versions for {choice.spans}")
+    return choice.spans
+
+
+def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
+    if prompt.media:
+        raise RequestRefused(
+            f"the prompt holds {len(prompt.media)} media, but this client sends token ids only: leave them out"
+        )
+    return _Progress(params, prompt.ids)
+
+
+def _session_header(session_id: str) -> dict[str, str] | None:
+    return {wire.SESSION_HEADER: session_id} if session_id else None
+
+
+def _refusal(status: int, raw: bytes, url: str) -> InferenceError:
+    message = f"{url} answered {status}: {wire.error_message(raw)}"
+    # Too many requests, and time-outs, pass; other refusals stay what they are.
+    return RequestRefused(message) if 400 <= status < 500 and status not in (408, 429) else InferenceError(message)
+
+
+def _parse(raw: bytes, url: str) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InferenceError(f"{url} answered a body that is not JSON: {raw[:200]!r}") from error
+
+
+async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None:
+    """Go on at once where something was sampled; a server that only ever aborts is a failure."""
+    progress.empty_aborts = 0 if sampled else progress.empty_aborts + 1
+    if progress.empty_aborts >= _EMPTY_ABORTS:
+        raise InferenceError(f"{url} aborted a request {_EMPTY_ABORTS} times in a row without sampling anything")
+    if progress.empty_aborts > 1:
+        await asyncio.sleep(_ABORT_WAIT)
+
+
+async def _events(answer: aiohttp.ClientResponse, url: str) -> AsyncIterator[wire.Choice]:
+    """Read server-sent events: each ``data:`` line is one; comments and other fields mean nothing here."""
+    async for line in answer.content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        body = _parse(data, url)
+        if isinstance(body, dict) and body.get("error"):
+            raise InferenceError(f"{url} broke off a stream: {wire.error_message(data)}")
+        choice = wire.decode_event(body, url)
+        if choice is not None:
+            yield choice
+
+
+def _delta(progress: _Progress, choice: wire.Choice, before: int) -> TokenDelta:
+    """Add a piece of a stream; its version is that of its last id (spans, where sent, cover this part so far)."""
+    start = progress.sampled - before
+    stop = start + len(choice.token_ids)
+    if choice.spans:
+        mine = [(version, max(0, first - start), last - start) for version, first, last in choice.spans if last > start]
+    else:
+        known = progress.spans[-1][0] if progress.spans else 0
+        mine = [(known, 0, stop - start)] if stop > start else []
+    progress.add(choice.token_ids, choice.logprobs, mine)
+    version = progress.spans[-1][0] if progress.spans else 0
+    return TokenDelta(choice.token_ids, choice.logprobs, version, choice.finish_reason)

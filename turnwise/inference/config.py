@@ -1,0 +1,54 @@
+"""The ``inference`` section of a config: which server, on what, and how much of it.
+
+Owns: :class:`InferenceConfig`. Refuses: how to sample; that stands with each request.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class InferenceConfig(BaseModel):
+    """How a model is served.
+
+    Attributes:
+        backend: Which server is launched (see ``inference/backends.py``).
+        replicas: How many servers share the requests.
+        dtype: ``auto`` takes the checkpoint's.
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        threads: CPU threads of one server. More than one pays only for larger models on idle cores.
+        max_seqs: Most sequences that are sampled at the same time; further requests wait.
+        max_context: Most tokens of prompt and completion together; None is the model's own limit.
+        kv_tokens: Tokens whose keys and values are kept in memory, prefixes that wait for their next turn included.
+        max_batch_tokens: Most tokens of one forward pass; longer prompts are read in pieces.
+        prefix_cache: Whether the keys and values of a shared prefix are used again.
+        host: Address that the server binds.
+        port: Port that the server binds; 0 takes a free one.
+        log_level: Of the server's log file.
+        launch_timeout: Seconds until a server that does not answer counts as failed.
+        close_timeout: Seconds that a server gets to end before it is killed.
+        retries: How often a client sends a request again after a connection error.
+        retry_wait: Seconds before the first of those; doubled each time.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    backend: Literal["builtin"] = "builtin"
+    replicas: int = Field(default=1, ge=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    threads: int = Field(default=1, ge=1)
+    max_seqs: int = Field(default=256, ge=1)
+    max_context: int | None = Field(default=None, ge=2)
+    kv_tokens: int = Field(default=131072, ge=32)
+    max_batch_tokens: int = Field(default=2048, ge=16)
+    prefix_cache: bool = True
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    launch_timeout: float = Field(default=180.0, gt=0)
+    close_timeout: float = Field(default=5.0, gt=0)
+    retries: int = Field(default=5, ge=0)
+    retry_wait: float = Field(default=0.1, gt=0)

@@ -1,0 +1,539 @@
+"""The built-in inference engine: continuous batching over one packed forward per step.
+
+Owns: which request runs when, and everything between a prompt's ids and a completion's. Refuses: HTTP (``server.py``)
+and text (only stop strings look at it).
+
+Every step runs one new token of each sequence that has its prompt read, and pieces of the prompts that are still
+being read. A sequence is told apart only by how many of its tokens have keys and values (``cached``): one missing is
+decoding, more are a prompt. So a weight update is: forget all keys and values, and let every sequence wait to be read
+again; and so is running out of memory, for one sequence.
+
+A prefix is read once. A finished sequence stays in the cache until its memory is wanted; a request takes over or copies
+what it shares with any sequence, also one that runs; and it waits while another reads a prompt that it shares.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+
+from turnwise.inference.causal_lm import CausalLM
+from turnwise.inference.generation import Generation, Output, StopStrings
+from turnwise.inference.kv import ACTIVE, RETAINED, KVCache
+from turnwise.inference.sampling import RowParams, sample, seed_key, uniforms
+from turnwise.inference.steps import Step, arrange, build_step
+from turnwise.types import FinishReason
+
+ResultT = TypeVar("ResultT")
+
+_WORTH_SHARING = 8
+"""A shared prefix of fewer tokens is read again rather than copied."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine has done and is doing.
+
+    Attributes:
+        requests: Requests that ended, in any way.
+        prefilled_tokens: Tokens of prompts that were run (again, after a weight update or for want of memory).
+        reused_tokens: Tokens of prompts whose keys and values were there.
+        generated_tokens: Sampled ids.
+        steps: Forward passes.
+        preemptions: Times that a sequence gave its memory up to an older one.
+        running: Sequences that hold memory and run.
+        waiting: Requests that wait for memory, a place or a shared prompt.
+        retained: Prefixes kept.
+        kv_tokens: Tokens that memory is allocated for.
+        weight_version: Version in use.
+        paused: Whether nothing is sampled.
+    """
+
+    requests: int = 0
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    running: int = 0
+    waiting: int = 0
+    retained: int = 0
+    kv_tokens: int = 0
+    weight_version: int = 0
+    paused: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields by name."""
+        return asdict(self)
+
+
+class Engine:
+    """Runs requests on a model. :meth:`submit` and :meth:`call` may be used from any thread, all else from its own.
+
+    Attributes:
+        model: The model.
+        max_context: Most tokens of prompt and completion together.
+        stats: Counters; gauges are current after :meth:`refresh_stats`.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        deliver: Callable[[list[Output]], None],
+        *,
+        max_seqs: int = 256,
+        max_context: int | None = None,
+        kv_tokens: int = 131072,
+        max_batch_tokens: int = 2048,
+        prefix_cache: bool = True,
+        weight_version: int = 0,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            model: The model.
+            deliver: Is given the outputs of each step, on the engine's thread.
+            max_seqs: Most sequences that run at the same time.
+            max_context: Most tokens of a sequence; None is the model's limit.
+            kv_tokens: Tokens that memory may be allocated for.
+            max_batch_tokens: Most tokens of a step (more only where more sequences decode).
+            prefix_cache: Whether shared prefixes are used again.
+            weight_version: Version of the weights as loaded.
+            tokenizer: For stop strings.
+
+        Raises:
+            ValueError: ``kv_tokens`` does not hold one sequence of ``max_context`` tokens.
+        """
+        self.model = model
+        self.max_context = min(max_context or model.context_length, model.context_length)
+        self.stats = EngineStats(weight_version=weight_version)
+        self._deliver = deliver
+        self._max_seqs = max_seqs
+        self._max_batch_tokens = max_batch_tokens
+        self._prefix_cache = prefix_cache
+        self._tokenizer = tokenizer
+        slots = max_seqs + min(4096, max(max_seqs, kv_tokens // 256))
+        self._cache = KVCache(
+            model.geometry, model.dtype, model.device, slots=slots, longest=self.max_context, budget=kv_tokens
+        )
+        self._generations: list[Generation | None] = [None] * slots
+        self._logprobs = np.zeros((slots, self.max_context), dtype=np.float32)
+        self._temperature = np.ones(slots, dtype=np.float32)
+        self._top_p = np.ones(slots, dtype=np.float32)
+        self._top_k = np.zeros(slots, dtype=np.int64)
+        self._min_p = np.zeros(slots, dtype=np.float32)
+        self._keys = np.zeros(slots, dtype=np.uint64)
+        self._limit = np.zeros(slots, dtype=np.int64)
+        self._prompt_end = np.zeros(slots, dtype=np.int64)
+        self._stop_ids = np.full((slots, 4), -1, dtype=np.int64)
+        self._session_of: list[str] = [""] * slots
+        self._slot_of_session: dict[str, int] = {}
+        self._waiting: deque[Generation] = deque()
+        self._running = np.zeros(0, dtype=np.int64)
+        self._watched: set[int] = set()
+        self._arrivals = 0
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._closed = False
+
+    # -- from any thread
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request."""
+        self._post(lambda: self._enqueue(generation))
+
+    def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run ``function`` on the engine's thread, between two steps."""
+        future: Future[ResultT] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits for the result
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def close(self) -> None:
+        """Make :meth:`run` return after the current step."""
+        self._closed = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Run until :meth:`close`: steps while there is work, asleep otherwise. Any exception is the engine's end."""
+        while not self._closed:
+            if not self.step():
+                self._wake.wait()
+                self._wake.clear()
+
+    def _post(self, work: Callable[[], None]) -> None:
+        self._inbox.append(work)
+        self._wake.set()
+
+    # -- on the engine's thread
+
+    def pause(self, *, abort: bool) -> int:
+        """Stop sampling; what is in flight is kept, or ended with what it has. Returns how many were ended."""
+        self.stats.paused = True
+        return self.abort(None) if abort else 0
+
+    def resume(self) -> None:
+        """Sample again."""
+        self.stats.paused = False
+
+    def abort(self, ids: Iterable[str] | None) -> int:
+        """End requests (None: all) with what they have; returns how many. Unknown ids are ignored."""
+        wanted = None if ids is None else set(ids)
+        outputs = []
+        for slot in self._running.tolist():
+            generation = self._occupant(slot)
+            if wanted is None or generation.id in wanted:
+                outputs.append(self._finish(slot, "abort", None))
+        kept: deque[Generation] = deque()
+        for generation in self._waiting:
+            if wanted is None or generation.id in wanted:
+                outputs.append(self._output(generation, "abort", None))
+            else:
+                kept.append(generation)
+        self._waiting = kept
+        self._ended(outputs)
+        return len(outputs)
+
+    def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Replace the weights. Sequences in flight go on under the new ones, all their tokens read again.
+
+        Raises:
+            FormatError: A tensor does not fit; nothing has changed.
+        """
+        self.model.load(tensors, version)
+        for slot in self._running.tolist():
+            self._requeue(slot)
+        self._cache.drop_retained()
+        self.set_version(version)
+
+    def set_version(self, version: int) -> None:
+        """Name the weights in use; what is sampled from now on carries this version."""
+        if version == self.stats.weight_version:
+            return
+        self.stats.weight_version = version
+        for generation in self._waiting:
+            generation.marks.append((version, len(generation.tokens) - len(generation.prompt)))
+        for slot in self._running.tolist():
+            generation = self._occupant(slot)
+            generation.marks.append((version, int(self._cache.length[slot]) - len(generation.prompt)))
+
+    def refresh_stats(self) -> EngineStats:
+        """Return the counters with current gauges."""
+        stats = self.stats
+        stats.running, stats.waiting = len(self._running), len(self._waiting)
+        stats.retained = self._cache.count(RETAINED)
+        stats.kv_tokens = self._cache.allocated
+        return replace(stats)
+
+    def step(self) -> bool:
+        """Do what was posted, then run one forward pass.
+
+        Returns:
+            Whether there was anything to run.
+        """
+        with torch.inference_mode():
+            while self._inbox:
+                self._inbox.popleft()()
+            if self.stats.paused:
+                return False
+            self._admit()
+            if not len(self._running):
+                return False
+            self._make_room()
+            if not len(self._running):
+                return True
+            if self._cache.compact(self._running):
+                self._running = arrange(self._cache, self._running)
+            step = self._plan()
+            logits = self.model.forward(step.ids, step.positions, step.plan, step.keep)
+            self._advance(step, logits)
+        return True
+
+    # -- admission
+
+    def _enqueue(self, generation: Generation) -> None:
+        self._arrivals += 1
+        generation.order = self._arrivals
+        generation.tokens = generation.prompt
+        generation.marks = [(self.stats.weight_version, 0)]
+        if generation.params.seed is None:
+            generation.params = replace(generation.params, seed=secrets.randbits(63))
+        if generation.params.stop and self._tokenizer is not None:
+            generation.stops = StopStrings(self._tokenizer, generation.params.stop)
+            for token in generation.prompt[len(generation.prompt) - generation.continued :].tolist():
+                generation.stops.feed(token)
+        self._waiting.append(generation)
+
+    def _admit(self) -> None:
+        held: list[Generation] = []
+        admitted: list[int] = []
+        while self._waiting and len(self._running) + len(admitted) < self._max_seqs:
+            generation = self._waiting.popleft()
+            if self._leader_reads(generation):
+                held.append(generation)
+                continue
+            source, shared = None, 0
+            if self._prefix_cache:
+                source, shared, defer = self._find_prefix(generation)
+                if defer:
+                    held.append(generation)
+                    continue
+            slot = self._place(generation.tokens, source, shared)
+            if slot is None:
+                self._waiting.appendleft(generation)
+                break
+            self._occupy(slot, generation)
+            admitted.append(slot)
+        self._waiting.extendleft(reversed(held))
+        if admitted:
+            joined = np.concatenate([self._running, np.asarray(admitted, dtype=np.int64)])
+            self._running = arrange(self._cache, joined)
+
+    def _leader_reads(self, generation: Generation) -> bool:
+        """Whether the prompt that a request waits for is still being read."""
+        if generation.leader is None:
+            return False
+        slot, request, tokens = generation.leader
+        leader = self._generations[slot]
+        if leader is not None and leader.id == request and self._cache.cached[slot] < tokens:
+            return True
+        generation.leader = None
+        return False
+
+    def _find_prefix(self, generation: Generation) -> tuple[int | None, int, bool]:
+        """Find the slot that shares most with a request.
+
+        Returns:
+            The slot or None, how many tokens can be taken from it, and whether to wait since a sequence that runs
+            is about to have read more.
+        """
+        cache, tokens = self._cache, generation.tokens
+        most = len(tokens) - 1
+        own = self._slot_of_session.get(generation.session_id) if generation.session_id else None
+        if own is not None and cache.state[own] == RETAINED:
+            cached = int(cache.cached[own])
+            if _WORTH_SHARING <= cached <= most and np.array_equal(cache.ids[own, :cached], tokens[:cached]):
+                return own, cached, False
+        shared = np.minimum(cache.shared_prefixes(tokens), most)
+        if not len(shared):
+            return None, 0, False
+        ready = np.minimum(shared, cache.cached[: len(shared)])
+        best, leader = int(ready.argmax()), int(shared.argmax())
+        if shared[leader] - ready[best] >= _WORTH_SHARING and cache.state[leader] == ACTIVE:
+            generation.leader = (leader, self._occupant(leader).id, int(shared[leader]))
+            return None, 0, True
+        if ready[best] < _WORTH_SHARING:
+            return None, 0, False
+        return best, int(ready[best]), False
+
+    def _place(self, tokens: npt.NDArray[np.int32], source: int | None, shared: int) -> int | None:
+        """Give a request a slot: the prefix's own where nothing of it is lost, else a new one with a copy."""
+        cache = self._cache
+        if source is None:
+            return cache.take(tokens)
+        retained = cache.state[source] == RETAINED
+        whole = retained and cache.cached[source] <= shared
+        if whole and cache.reuse(source, tokens, shared):
+            self.stats.reused_tokens += shared
+            return source
+        slot = cache.take(tokens, source=source)
+        if slot is not None:
+            cache.share(slot, source, shared)
+            self.stats.reused_tokens += shared
+            return slot
+        if not retained or len(self._running):
+            return None
+        # Nothing runs that could end: the prefix itself is the memory that is wanted.
+        cache.release(source)
+        return cache.take(tokens)
+
+    def _occupy(self, slot: int, generation: Generation) -> None:
+        params, cache = generation.params, self._cache
+        self._generations[slot] = generation
+        if generation.cached < 0:
+            generation.cached = int(cache.cached[slot])
+        start, stop = len(generation.prompt), len(generation.tokens)
+        self._logprobs[slot, start:stop] = generation.logprobs
+        self._temperature[slot] = params.temperature
+        self._top_p[slot], self._top_k[slot], self._min_p[slot] = params.top_p, params.top_k, params.min_p
+        self._keys[slot] = seed_key(params.seed or 0)
+        limit = self.max_context if params.max_tokens is None else start + params.max_tokens
+        self._limit[slot] = min(limit, self.max_context)
+        self._prompt_end[slot] = stop
+        ends = list(params.stop_token_ids) if params.ignore_eos else [*params.stop_token_ids, *self.model.eos_ids]
+        if len(ends) > self._stop_ids.shape[1]:
+            wider = np.full((len(self._generations), len(ends)), -1, dtype=np.int64)
+            wider[:, : self._stop_ids.shape[1]] = self._stop_ids
+            self._stop_ids = wider
+        self._stop_ids[slot] = -1
+        self._stop_ids[slot, : len(ends)] = ends
+        if generation.stream or generation.stops is not None:
+            self._watched.add(slot)
+        before = self._session_of[slot]
+        if before and self._slot_of_session.get(before) == slot:
+            del self._slot_of_session[before]
+        self._session_of[slot] = generation.session_id
+        if generation.session_id:
+            self._slot_of_session[generation.session_id] = slot
+
+    # -- steps
+
+    def _make_room(self) -> None:
+        """See that every sequence that runs has a row that holds it; the youngest wait where memory is short."""
+        cache = self._cache
+        slots = self._running
+        outgrown = slots[cache.length[slots] > cache.capacity[cache.pool_of[slots]]]
+        if not len(outgrown):
+            return
+        for slot in sorted(outgrown.tolist(), key=lambda slot: self._occupant(slot).order):
+            while self._generations[slot] is not None and not cache.grow(slot, int(cache.length[slot])):
+                youngest = max(self._running.tolist(), key=lambda other: self._occupant(other).order)
+                self._requeue(youngest)
+                self.stats.preemptions += 1
+        self._running = arrange(cache, self._running)
+
+    def _plan(self) -> Step:
+        cache, slots = self._cache, self._running
+        sizes = cache.length[slots] - cache.cached[slots]
+        prompts = np.flatnonzero(sizes > 1)
+        if len(prompts):
+            # Prompts are read in order of arrival, as far as the step's tokens reach; decoding never waits.
+            left = max(self._max_batch_tokens - (len(slots) - len(prompts)), min(64, self._max_batch_tokens))
+            for place in sorted(prompts.tolist(), key=lambda place: self._occupant(int(slots[place])).order):
+                sizes[place] = min(int(sizes[place]), left)
+                left -= int(sizes[place])
+            slots, sizes = slots[sizes > 0], sizes[sizes > 0]
+        model = self.model
+        return build_step(cache, slots, sizes, heads=model.geometry.heads, dtype=model.dtype, device=model.device)
+
+    def _advance(self, step: Step, logits: torch.Tensor) -> None:
+        """Sample, write down, and end what has come to its end."""
+        cache, stats, slots = self._cache, self.stats, step.sampling
+        stats.steps += 1
+        read = np.clip(self._prompt_end[step.slots] - cache.cached[step.slots], 0, step.sizes)
+        stats.prefilled_tokens += int(read.sum())
+        cache.cached[step.slots] += step.sizes
+        if not len(slots):
+            return
+        rows = RowParams(self._temperature[slots], self._top_p[slots], self._top_k[slots], self._min_p[slots])
+        places = cache.length[slots]
+        ids, logprobs = sample(logits, rows, uniforms(self._keys[slots], places))
+        finite = np.isfinite(logprobs)
+        stats.generated_tokens += int(finite.sum())
+        cache.ids[slots, places] = ids
+        self._logprobs[slots, places] = logprobs
+        cache.length[slots] += finite
+        stopped = (ids[:, None] == self._stop_ids[slots]).any(axis=1)
+        ended = stopped | (cache.length[slots] >= self._limit[slots]) | ~finite
+        outputs = self._watch(slots, ids, finite) if self._watched else []
+        for place in np.flatnonzero(ended).tolist():
+            slot = int(slots[place])
+            if self._generations[slot] is None:
+                continue
+            if not finite[place]:
+                outputs.append(self._finish(slot, "error", None))
+            elif stopped[place]:
+                token = int(ids[place])
+                outputs.append(self._finish(slot, "stop", None if token in self.model.eos_ids else token))
+            else:
+                outputs.append(self._finish(slot, "length", None))
+        self._ended(outputs)
+
+    def _watch(
+        self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], finite: npt.NDArray[np.bool_]
+    ) -> list[Output]:
+        """Look for stop strings and collect what is streamed."""
+        outputs = []
+        for place in np.flatnonzero(np.isin(slots, list(self._watched)) & finite).tolist():
+            slot, token = int(slots[place]), int(ids[place])
+            generation = self._occupant(slot)
+            found = generation.stops.feed(token) if generation.stops is not None else None
+            if found is not None:
+                outputs.append(self._finish(slot, "stop", found))
+            elif generation.stream and not self._ends(slot, token):
+                self._save(slot, generation)
+                outputs.append(self._output(generation, None, None))
+        return outputs
+
+    def _ends(self, slot: int, token: int) -> bool:
+        return token in self._stop_ids[slot] or bool(self._cache.length[slot] >= self._limit[slot])
+
+    def _finish(self, slot: int, reason: FinishReason, stop_reason: int | str | None) -> Output:
+        generation = self._occupant(slot)
+        self._save(slot, generation)
+        self._vacate(slot, retain=reason != "error" and self._prefix_cache, poisoned=reason == "error")
+        return self._output(generation, reason, stop_reason)
+
+    def _requeue(self, slot: int) -> None:
+        """Take a sequence's memory; it waits, in its order of arrival, to be read again with what it has."""
+        generation = self._occupant(slot)
+        self._save(slot, generation)
+        self._vacate(slot, retain=False, poisoned=False)
+        generation.leader = None
+        place = 0
+        while place < len(self._waiting) and self._waiting[place].order < generation.order:
+            place += 1
+        self._waiting.insert(place, generation)
+
+    def _save(self, slot: int, generation: Generation) -> None:
+        length, start = int(self._cache.length[slot]), len(generation.prompt)
+        generation.tokens = self._cache.ids[slot, :length].copy()
+        generation.logprobs = self._logprobs[slot, start:length].copy()
+
+    def _vacate(self, slot: int, *, retain: bool, poisoned: bool) -> None:
+        self._generations[slot] = None
+        self._watched.discard(slot)
+        self._running = self._running[self._running != slot]
+        if retain and self._cache.cached[slot] >= _WORTH_SHARING:
+            # What stands beyond the cached tokens cannot be shared: one id that was sampled last.
+            self._cache.retain(slot)
+            return
+        session = self._session_of[slot]
+        if session and self._slot_of_session.get(session) == slot:
+            del self._slot_of_session[session]
+        self._session_of[slot] = ""
+        self._cache.release(slot, poisoned=poisoned)
+
+    def _output(self, generation: Generation, reason: FinishReason | None, stop_reason: int | str | None) -> Output:
+        start = len(generation.prompt)
+        sampled = len(generation.tokens) - start
+        first = generation.delivered if generation.stream else 0
+        generation.delivered = sampled
+        return Output(
+            id=generation.id,
+            token_ids=generation.tokens[start + first :],
+            logprobs=generation.logprobs[first:],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            weight_versions=generation.spans(sampled),
+            prompt_tokens=start,
+            cached_tokens=max(0, generation.cached),
+        )
+
+    def _ended(self, outputs: list[Output]) -> None:
+        if outputs:
+            self.stats.requests += sum(1 for output in outputs if output.finish_reason is not None)
+            self._deliver(outputs)
+
+    def _occupant(self, slot: int) -> Generation:
+        generation = self._generations[slot]
+        if generation is None:
+            raise RuntimeError(f"slot {slot} runs without a request")
+        return generation

@@ -1,0 +1,123 @@
+"""The servers of a run, as one: launched together, one client over all, a dead one restarted once.
+
+Owns: :class:`Fleet`. Refuses: sampling and weights; those go through its client and its replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from pathlib import Path
+
+from turnwise.errors import EngineDied, InferenceError
+from turnwise.inference.builtin import BuiltinReplica
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig
+
+_log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Built-in servers of one model.
+
+    Attributes:
+        replicas: The servers.
+        restarts: How many times a dead one was started again.
+    """
+
+    def __init__(self, config: InferenceConfig, model: Path, *, logs: Path) -> None:
+        """Describe the servers; :meth:`launch` starts them.
+
+        Args:
+            config: How many and how.
+            model: Directory of the checkpoint that they start from.
+            logs: Directory of their log files.
+        """
+        self.replicas = [
+            BuiltinReplica(model, config, log_file=logs / f"server-{number}.log") for number in range(config.replicas)
+        ]
+        self.restarts = 0
+        self._config = config
+        self._client: HTTPClient | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+        self._fatal: InferenceError | None = None
+        self._whole = asyncio.Event()
+        self._whole.set()
+
+    @property
+    def client(self) -> HTTPClient:
+        """One client over all servers; valid after :meth:`launch`."""
+        if self._client is None:
+            raise InferenceError("the servers were not launched")
+        return self._client
+
+    async def launch(self) -> None:
+        """Start all servers and wait until they answer.
+
+        Raises:
+            InferenceError: One of them did not start; the others are ended.
+        """
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for replica in self.replicas:
+                    starting.create_task(replica.launch())
+        except ExceptionGroup as errors:
+            await self.close()
+            raise errors.exceptions[0] from errors
+        urls = [replica.url for replica in self.replicas]
+        self._client = HTTPClient(urls, retries=self._config.retries, retry_wait=self._config.retry_wait)
+        self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+
+    async def recover(self, error: InferenceError) -> None:
+        """Wait until all servers run, after a request failed.
+
+        Args:
+            error: Why it failed.
+
+        Raises:
+            InferenceError: A server died a second time, or could not be started again.
+        """
+        # The end of a process is noticed by a thread: it may be a moment behind the broken connection.
+        for replica in self.replicas:
+            if not await replica.health() and not replica.died.is_set():
+                try:
+                    await asyncio.wait_for(replica.died.wait(), self._config.close_timeout)
+                except TimeoutError:
+                    raise InferenceError(f"{replica.url} runs, but does not answer: {error}") from error
+        # Watchers are woken by the same event; let them go first.
+        await asyncio.sleep(0)
+        await self._whole.wait()
+        if self._fatal is not None:
+            raise self._fatal
+
+    async def close(self) -> None:
+        """End all servers and the client. Closing twice is no error."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers = []
+        if self._client is not None:
+            await self._client.close()
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+        self._whole.set()
+
+    async def _watch(self, replica: BuiltinReplica) -> None:
+        for deaths in itertools.count(1):
+            death = await replica.wait_died()
+            self._whole.clear()
+            try:
+                if deaths > 1:
+                    self._fatal = EngineDied(f"a server died again after a restart: {death}")
+                    return
+                self.restarts += 1
+                _log.error("%s; restarting it", death)
+                before = replica.url
+                await replica.restart()
+                if replica.url != before:
+                    self.client.replace_url(before, replica.url)
+            except InferenceError as error:
+                self._fatal = error
+                return
+            finally:
+                self._whole.set()

@@ -1,0 +1,206 @@
+"""Calls that are written as tags: a name, then keys and values without quotes.
+
+Owns: the grammar that Qwen3-Coder, GLM and MiniMax share, derived from a template's own render of a known call,
+so that renamed tags are read as well. White space between tags is free; that around a value is exactly the
+template's own, and everything else of a value is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from turnwise.inference.formats.coerce import coerce, parameter_types
+from turnwise.inference.formats.core import Block, Probe, Region
+from turnwise.inference.formats.derive import first_marker, last_marker
+from turnwise.inference.tokens import Marks
+from turnwise.types import Json, ToolCall, ToolSchema
+
+KEYS = ("section_open", "section_close", "open", "close", "head", "first", "value", "next", "end", "empty")
+"""Parts of the grammar: a call is ``open head NAME first KEY value VALUE next KEY value VALUE end close``, or
+``open head NAME empty close``; all calls may stand between ``section_open`` and ``section_close``."""
+
+
+def derive(probe: Probe) -> dict[str, str] | None:
+    """Return the grammar of a template, or None where it does not write calls this way."""
+    places = _places(probe)
+    if places is None or probe.bare is None or probe.one is None:
+        return None
+    name, key, value, number_key, number = places
+    one = probe.one
+    before = one[:name]
+    after = one[number + len(str(probe.NUMBER)) :]
+    first = one[name + len(probe.FIRST) : key]
+    separator = one[key + len(probe.KEY) : value]
+    following = one[value + len(probe.VALUE) : number_key]
+    if separator != one[number_key + len(probe.NUMBER_KEY) : number] or not (first and separator and following):
+        return None
+    if probe.FIRST not in probe.bare:
+        return None
+    empty = probe.bare.split(probe.FIRST, 1)[1]
+    opener, closer = first_marker(before, probe.added), last_marker(after, probe.added)
+    if not opener or not closer:
+        return None
+    grammar = {"section_open": "", "section_close": "", "open": opener, "close": closer}
+    before, after, empty = _behind(before, opener), _ahead(after, closer), _ahead(empty, closer)
+    if probe.two is not None and probe.two.count(opener) == 1:
+        # One pair of markers around all calls: each call has its own pair within.
+        inner = last_marker(after, probe.added)
+        head = before.strip()
+        if not inner or not head:
+            return None
+        grammar |= {"section_open": opener, "section_close": closer, "open": head, "close": inner}
+        before, after, empty = "", _ahead(after, inner), _ahead(empty, inner)
+    return grammar | {
+        "head": before.lstrip(),
+        "first": first,
+        "value": separator,
+        "next": following,
+        "end": after,
+        "empty": empty,
+    }
+
+
+def _places(probe: Probe) -> list[int] | None:
+    """Return where name, key, value, key and value stand in a call, in this order; None if they do not."""
+    if probe.one is None:
+        return None
+    words = [probe.FIRST, probe.KEY, probe.VALUE, probe.NUMBER_KEY, str(probe.NUMBER)]
+    if any(probe.one.count(word) != 1 for word in words):
+        return None
+    places = [probe.one.index(word) for word in words]
+    quoted = probe.one[places[2] - 1 : places[2]] in ('"', "'")
+    return places if places == sorted(places) and not quoted else None
+
+
+def _behind(text: str, marker: str) -> str:
+    return text.lstrip().removeprefix(marker)
+
+
+def _ahead(text: str, marker: str) -> str:
+    return text.rstrip().removesuffix(marker)
+
+
+def _loose(text: str) -> str:
+    """Return a pattern for a text whose white space is free."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
+
+
+def _padded(text: str, *, at_end: bool) -> str:
+    """Return a pattern for a text that touches a value: the white space at that side is the template's or none."""
+    core = text.rstrip() if at_end else text.lstrip()
+    pad = text[len(core) :] if at_end else text[: len(text) - len(core)]
+    loose = f"(?:{re.escape(pad)})?" if pad else ""
+    return _loose(core) + loose if at_end else loose + _loose(core)
+
+
+class Tagged:
+    """Reads the inside of one call.
+
+    Args:
+        markers: The grammar, see :data:`KEYS`.
+        marks: How markers look in the text.
+    """
+
+    __slots__ = (
+        "_empty",
+        "_end",
+        "_first",
+        "_head",
+        "_markers",
+        "_next",
+        "_value",
+        "close",
+        "open",
+        "plain",
+        "section",
+    )
+
+    def __init__(self, markers: Mapping[str, str], marks: Marks) -> None:
+        part = {key: marks.of(markers[key]) for key in KEYS}
+        self.plain = marks.plain
+        self.open, self.close = part["open"], part["close"]
+        self.section = (part["section_open"], part["section_close"]) if part["section_open"] else None
+        self._markers = markers
+        self._head = re.compile(r"\s*" + _loose(part["head"]))
+        # White space before these belongs to a name or key, which is stripped: a pattern that begins with it would
+        # take quadratic time on long runs of blanks.
+        self._first = re.compile(_loose(part["first"].lstrip()))
+        self._value = re.compile(_padded(part["value"].lstrip(), at_end=True))
+        self._next = re.compile(_padded(part["next"], at_end=False))
+        self._end = re.compile(_padded(part["end"], at_end=False) + r"\s*\Z")
+        self._empty = re.compile(_loose(part["empty"].strip()) + r"\Z")
+
+    def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:
+        """Return the call that stands between a call's own markers."""
+        plain = self.plain
+        raw = plain(inner).strip()
+        head = self._head.match(inner)
+        if head is None:
+            return ToolCall("", "", {}, raw, f"the call does not begin with {self._markers['head'].strip()!r}")
+        first = self._first.search(inner, head.end())
+        if first is None:
+            rest = inner[head.end() :].rstrip()
+            empty = self._empty.search(rest)
+            if empty is None:
+                return ToolCall("", "", {}, raw, "the call's tags are not closed")
+            return self._named(plain(rest[: empty.start()]).strip(), {}, raw)
+        name = plain(inner[head.end() : first.start()]).strip()
+        arguments: dict[str, Json] = {}
+        position = first.end()
+        while True:
+            value = self._value.search(inner, position)
+            if value is None:
+                return ToolCall("", name, {}, raw, "a parameter has no value")
+            key = plain(inner[position : value.start()]).strip()
+            following = self._next.search(inner, value.end())
+            stop = following or self._end.search(inner, value.end())
+            if stop is None:
+                return ToolCall("", name, {}, raw, f"the parameter {key!r} is not closed")
+            text = plain(inner[value.end() : stop.start()])
+            arguments[key] = coerce(text, parameter_types(tools, name, key))
+            if following is None:
+                return self._named(name, arguments, raw)
+            position = following.end()
+
+    def one(self, text: str, start: int, limit: int, tools: Sequence[ToolSchema]) -> Block:
+        """Read the call whose opening marker stands at ``start``."""
+        inner = start + len(self.open)
+        close = text.find(self.close, inner, limit)
+        again = text.find(self.open, inner, limit)
+        if close < 0 or 0 <= again < close:
+            end = again if again >= 0 else limit
+            broken = self.read(text[inner:end], tools)
+            error = f"the call was not closed with {self.plain(self.close)}"
+            return Block(end, (ToolCall("", broken.name, {}, broken.raw, error),), closed=False)
+        return Block(close + len(self.close), (self.read(text[inner:close], tools),))
+
+    @staticmethod
+    def _named(name: str, arguments: dict[str, Json], raw: str) -> ToolCall:
+        if not name or re.search(r"\s", name):
+            return ToolCall("", "", {}, raw, "the call has no name")
+        return ToolCall("", name, arguments, raw)
+
+
+def tagged_block(call: Tagged, region: Region) -> Block:
+    """Read the block at ``region.start``: one call, or a section of them."""
+    text, start, limit, tools = region.text, region.start, region.limit, region.tools
+    if not call.section:
+        return call.one(text, start, limit, tools)
+    opener, closer = call.section
+    position = start + len(opener)
+    calls: list[ToolCall] = []
+    while True:
+        begin = text.find(call.open, position, limit)
+        close = text.find(closer, position, limit)
+        if begin < 0 or 0 <= close < begin:
+            if close >= 0:
+                return Block(close + len(closer), tuple(calls))
+            raw = call.plain(text[position:limit]).strip()
+            unclosed = ToolCall("", "", {}, raw, f"the calls were not closed with {call.plain(closer)}")
+            return Block(limit, (*calls, unclosed), closed=False)
+        block = call.one(text, begin, limit if close < 0 else close, tools)
+        calls += block.calls
+        position = block.end
+        if not block.closed and block.end >= limit:
+            return Block(limit, tuple(calls), closed=False)

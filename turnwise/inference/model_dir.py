@@ -1,0 +1,150 @@
+"""What a renderer needs of a model's folder, in the layout of Hugging Face.
+
+Owns: finding tokenizer, chat template, special tokens, end-of-text ids and the chat format that a checkpoint of ours
+was trained with. Refuses: weights, and the network: a folder that is not there is an error. transformers is
+imported only where a folder has no ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from turnwise.errors import MissingExtraError, RenderError
+from turnwise.inference.tokens import Tokenizer
+
+FORMAT_FILE = "turnwise_format.json"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model's folder holds.
+
+    Attributes:
+        path: The folder.
+        tokenizer: The tokenizer.
+        template: The chat template, or None.
+        tool_template: A second one for prompts with tools, or None.
+        special: Special tokens by their names in templates.
+        eos_ids: Ids that end a turn, by the folder's configuration.
+        saved_format: What ``turnwise_format.json`` holds, or None.
+    """
+
+    path: Path
+    tokenizer: Tokenizer
+    template: str | None
+    tool_template: str | None
+    special: dict[str, str]
+    eos_ids: tuple[int, ...]
+    saved_format: dict[str, Any] | None
+
+
+def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
+    """Read a model's folder.
+
+    Raises:
+        RenderError: The folder or a file in it is missing or broken; the message names it.
+        MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed.
+    """
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise RenderError(f"model {str(model_dir)!r} is no folder on this machine; give the path of a local copy")
+    settings = _json(path / "tokenizer_config.json") or {}
+    special_map = _json(path / "special_tokens_map.json") or {}
+    special = {}
+    for name in _SPECIAL:
+        value = settings.get(name, special_map.get(name))
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            special[name] = text
+    tokenizer = _tokenizer(path)
+    template, tool_template = _templates(path, settings)
+    return ModelFiles(
+        path=path,
+        tokenizer=tokenizer,
+        template=template,
+        tool_template=tool_template,
+        special=special,
+        eos_ids=_eos_ids(path, tokenizer, special),
+        saved_format=_json(path / FORMAT_FILE),
+    )
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RenderError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RenderError(f"{path} holds no JSON object")
+    return value
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return _slow_tokenizer(path)
+    try:
+        tokenizer: Any = FastTokenizer.from_file(str(file))
+    except Exception as error:
+        raise RenderError(f"{file} is no tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def _slow_tokenizer(path: Path) -> Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("transformers", "serve", f"a model without tokenizer.json ({path})") from error
+    try:
+        converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise RenderError(f"{path} has no tokenizer.json and none can be made: {error}") from error
+    if not converted.is_fast:
+        raise RenderError(f"{path} has no tokenizer.json and its tokenizer cannot be converted to one")
+    tokenizer: Any = converted.backend_tokenizer
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def _templates(path: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return the chat template, and the one for prompts with tools where a model ships two."""
+    named: dict[str, str] = {}
+    given = settings.get("chat_template")
+    if isinstance(given, str):
+        named["default"] = given
+    elif isinstance(given, list):
+        named = {str(item.get("name")): str(item.get("template")) for item in given if isinstance(item, dict)}
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        named["default"] = file.read_text(encoding="utf-8")
+    elif (old := _json(path / "chat_template.json")) and isinstance(old.get("chat_template"), str):
+        named["default"] = old["chat_template"]
+    more = path / "additional_chat_templates" / "tool_use.jinja"
+    if more.is_file():
+        named["tool_use"] = more.read_text(encoding="utf-8")
+    return named.get("default") or named.get("tool_use"), named.get("tool_use")
+
+
+def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple[int, ...]:
+    added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+    ids: list[int] = [added[special["eos_token"]]] if special.get("eos_token") in added else []
+    for name in ("generation_config.json", "config.json"):
+        value = (_json(path / name) or {}).get("eos_token_id")
+        given = value if isinstance(value, list) else [value]
+        found = [number for number in given if isinstance(number, int) and not isinstance(number, bool)]
+        if found:
+            ids += found
+            break
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,97 @@
+"""From a reference such as ``pkg.mod:Class`` or ``path/file.py:Class`` to the object that it names.
+
+Owns: the forms of references and the wording of what can be wrong with one. Refuses: names without a module; short
+names belong to the registry of what they name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ConfigError
+
+
+def load_object(reference: str, what: str) -> Any:
+    """Return what a reference names.
+
+    Args:
+        reference: ``pkg.mod:Name``, ``pkg.mod.Name`` or ``path/file.py:Name``; ``Name`` may be ``Outer.Inner``.
+        what: What is looked for ("environment", "agent"), for the message.
+
+    Raises:
+        ConfigError: The reference has another form, or its module or name cannot be found or imported.
+    """
+    owner, colon, name = reference.rpartition(":")
+    if not colon:
+        owner, _, name = reference.rpartition(".")
+    if not owner or not name or reference.endswith(".py"):
+        raise ConfigError(
+            f"{what} {reference!r} is no reference: write pkg.mod:Name, pkg.mod.Name or path/to/file.py:Name"
+        )
+    module = _import_file(Path(owner), reference, what) if owner.endswith(".py") else _import(owner, reference, what)
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            public = [known for known in vars(found) if not known.startswith("_")]
+            close = difflib.get_close_matches(part, public, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{what} {reference!r}: {owner} has no {part!r}{hint}") from None
+    return found
+
+
+def load_class_from_fqn(reference: str, what: str) -> type[Any]:
+    """Return the class that a reference names; :func:`load_object` for classes only.
+
+    Raises:
+        ConfigError: As :func:`load_object`, and where something else than a class stands there.
+    """
+    found = load_object(reference, what)
+    if not isinstance(found, type):
+        raise ConfigError(f"{what} {reference!r} is {_kind(found)}, not a class")
+    return found
+
+
+def _import(name: str, reference: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"{what} {reference!r}: there is no module {error.name!r}; is its package installed, or on PYTHONPATH?"
+            ) from error
+        raise ConfigError(f"{what} {reference!r}: importing {name} failed: {error}") from error
+    except Exception as error:  # a module of the user's runs here: whatever it raises is named
+        raise ConfigError(f"{what} {reference!r}: importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _import_file(file: Path, reference: str, what: str) -> Any:
+    path = file.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{what} {reference!r}: there is no file {path}")
+    # A name that only the path decides: the class of an object pickled here is found again elsewhere.
+    name = f"turnwise_file_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{what} {reference!r}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a file of the user's runs here: whatever it raises is named
+        del sys.modules[name]
+        raise ConfigError(f"{what} {reference!r}: running {path} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _kind(found: Any) -> str:
+    return f"a {type(found).__name__}"

@@ -1,0 +1,412 @@
+"""What a tool is and what it answers.
+
+Owns: :class:`ToolResponse`, :class:`FunctionTool` with its decorator :func:`function_tool`, and :class:`BaseTool` for
+tools with a life of their own. Refuses: running calls; ``execute.py`` does that.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import sys
+import types
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar, overload
+
+from turnwise.errors import EnvError, ToolSchemaError
+from turnwise.tools.registry import get_tool, register_tool
+from turnwise.tools.schema import Arguments, Namespace, arguments_of, as_schema, function_schema
+from turnwise.types import ToolSchema
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFAULT_MAX_OUTPUT: Final = 32_768
+"""Characters of a tool's text that the model gets to see, unless the tool says otherwise."""
+
+_MAX_MESSAGE: Final = 4_000
+
+INVALID_CALLS: Final = frozenset(("unknown_tool", "invalid_json", "invalid_arguments", "unusable_call"))
+"""Errors of calls that reached no tool."""
+
+
+@dataclass(slots=True)
+class ToolResponse:
+    """What a tool answers to one call.
+
+    Attributes:
+        text: What the model reads.
+        image: Images, as the renderer in use takes them.
+        video: Videos.
+        audio: Audio clips.
+        error: None, or a word: ``unknown_tool``, ``invalid_json``, ``invalid_arguments``, ``unusable_call`` (no tool
+            ran), ``tool_error``, ``timeout``. A tool may answer with a word of its own.
+        reward: A reward for this call, or None for none (which is not a reward of 0).
+        metrics: Numbers to log.
+
+    Raises:
+        EnvError: A field is of the wrong type, or a number is not finite.
+    """
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+    audio: list[Any] | None = None
+    error: str | None = None
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.text is not None and not isinstance(self.text, str):
+            raise EnvError(f"ToolResponse.text is {_shown(self.text)}: it must be a str or None")
+        for name, media in (("image", self.image), ("video", self.video), ("audio", self.audio)):
+            if media is not None and not isinstance(media, list):
+                raise EnvError(f"ToolResponse.{name} is {_shown(media)}: it must be a list or None")
+        if self.reward is not None:
+            self.reward = _finite(self.reward, "ToolResponse.reward")
+        if self.metrics:
+            self.metrics = {
+                str(name): _finite(value, f"ToolResponse.metrics[{name!r}]") for name, value in self.metrics.items()
+            }
+
+    def content(self) -> str | list[dict[str, Any]]:
+        """Return the content of the tool message: the text, or parts where there are media."""
+        media = (("image", self.image), ("video", self.video), ("audio", self.audio))
+        parts: list[dict[str, Any]] = [{"type": kind, kind: item} for kind, items in media for item in items or ()]
+        if not parts:
+            return self.text or ""
+        if self.text:
+            parts.append({"type": "text", "text": self.text})
+        return parts
+
+    @classmethod
+    def failure(cls, error: str, message: str, **details: Any) -> ToolResponse:
+        """Return an error that the model can read: ``{"error": {"type": ..., "message": ..., ...}}``.
+
+        Args:
+            error: The word.
+            message: What is wrong and what to do about it.
+            **details: Further JSON values, such as the names that exist.
+        """
+        if len(message) > _MAX_MESSAGE:
+            message = truncated(message, _MAX_MESSAGE)
+        body = {"error": {"type": error, "message": message, **details}}
+        return cls(text=json.dumps(body, ensure_ascii=False), error=error)
+
+
+def truncated(text: str, limit: int) -> str:
+    """Return a text of at most ``limit`` characters: its head and tail, and between them how much was cut."""
+    if len(text) <= limit:
+        return text
+    # The longest marker that can come is reserved, so that the count in it may have fewer digits.
+    kept = limit - len(_cut_marker(len(text)))
+    if kept < 2:
+        return text[:limit]
+    tail = kept // 2
+    return text[: kept - tail] + _cut_marker(len(text) - kept) + text[-tail:]
+
+
+def _cut_marker(count: int) -> str:
+    return f"\n[... {count} characters cut ...]\n"
+
+
+def _finite(value: Any, name: str) -> float:
+    # float() takes numpy's and torch's scalars; a text that happens to be a number is a mistake.
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvError(f"{name} is {_shown(value)}: it must be a finite number")
+    return number
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class FunctionTool:
+    """A function that a model may call, or a method of an environment.
+
+    Made by :func:`function_tool`. It is called like the function itself; reached through an instance it is a bound
+    method, so the body of an environment may call its own tools.
+
+    Attributes:
+        fn: The function.
+        schema: What the model is told.
+        is_method: Whether it is a stateful tool of an environment: its first parameter is ``self``.
+        is_async: Whether it is a coroutine function.
+        concurrent: Whether it may run while other calls of the episode run.
+        inline: Whether it runs on the event loop although it is a plain function (for fast pure ones).
+        timeout: Seconds after which a call is answered with the error ``timeout``, or None.
+        max_output: Characters of its text that the model gets to see, or None for all.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        schema: ToolSchema | Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        concurrent: bool | None = None,
+        inline: bool = False,
+        max_output: int | None = DEFAULT_MAX_OUTPUT,
+        namespace: Namespace | None = None,
+    ) -> None:
+        _check_function(fn)
+        label = f"tool {name or fn.__name__!r}"
+        parameters = list(inspect.signature(fn).parameters)
+        self.fn = fn
+        self.is_method = bool(parameters) and parameters[0] == "self"
+        self.is_async = inspect.iscoroutinefunction(fn)
+        if inline and self.is_async:
+            raise ToolSchemaError(f"{label}: inline=True is for plain functions; an async one runs on the loop anyway")
+        if inline and timeout is not None:
+            raise ToolSchemaError(f"{label}: a call that runs inline cannot be timed out; leave inline or timeout out")
+        _check_positive(label, "timeout", timeout)
+        _check_positive(label, "max_output", max_output)
+        self.concurrent = (not self.is_method) if concurrent is None else concurrent
+        self.inline = inline
+        self.timeout = timeout
+        self.max_output = max_output
+        if schema is None:
+            self.schema, self.arguments = function_schema(fn, name=name, description=description, namespace=namespace)
+        else:
+            self.schema = as_schema(schema, name=name, description=description)
+            self.arguments = arguments_of(fn, self.schema, namespace=namespace)
+        functools.update_wrapper(self, fn)
+
+    @property
+    def name(self) -> str:
+        """The name that calls use."""
+        return self.schema.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function itself, without any of a call's checks."""
+        return self.fn(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self.fn, instance)
+
+    def __reduce__(self) -> str:
+        # Found again by name, like the function itself: what crosses a process is a reference, never an object.
+        return self.fn.__qualname__
+
+    def __repr__(self) -> str:
+        return f"<tool {self.name!r}: {self.fn.__module__}.{self.fn.__qualname__}>"
+
+
+@overload
+def function_tool(fn: F, /) -> F: ...
+@overload
+def function_tool(
+    label: str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    schema: ToolSchema | Mapping[str, Any] | None = None,
+    description: str | None = None,
+    timeout: float | None = None,
+    concurrent: bool | None = None,
+    inline: bool = False,
+    max_output: int | None = DEFAULT_MAX_OUTPUT,
+) -> Callable[[F], F]: ...
+def function_tool(
+    fn: Callable[..., Any] | str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    schema: ToolSchema | Mapping[str, Any] | None = None,
+    description: str | None = None,
+    timeout: float | None = None,
+    concurrent: bool | None = None,
+    inline: bool = False,
+    max_output: int | None = DEFAULT_MAX_OUTPUT,
+) -> Any:
+    """Offer a function to models, or a method of an environment.
+
+    Written ``@function_tool``, ``@function_tool("name")`` or with keywords. The schema comes from the type hints; a
+    Google docstring adds descriptions where it has them, ``Annotated[int, "text"]`` too. What is decorated stays
+    callable as before. A function of a module is registered under its name; a method belongs to its environment.
+
+    Args:
+        fn: The function, or the tool's name.
+        name: The tool's name; by default the function's.
+        schema: Used as it stands instead of the hints: a ToolSchema, OpenAI's form, or name/description/parameters.
+        description: Instead of the docstring's.
+        timeout: Seconds. An async tool is cancelled; the thread of a plain one is lost and ends the episode.
+        concurrent: Whether it may run while others run: by default functions do and methods do not.
+        inline: Run a plain function on the event loop. Only for functions that return within microseconds.
+        max_output: Characters of its text that the model gets to see (head and tail are kept), or None for all.
+
+    Raises:
+        ToolSchemaError: The signature cannot be offered; the message says what to write instead.
+        RegistryError: Another function of a module has this name already.
+    """
+    if isinstance(fn, str):
+        if name is not None:
+            raise ToolSchemaError(f"function_tool has two names, {fn!r} and {name!r}: keep one")
+        name, fn = fn, None
+    frame = sys._getframe(1)
+
+    def decorate(function: Callable[..., Any]) -> FunctionTool:
+        tool = FunctionTool(
+            function,
+            name=name,
+            description=description,
+            schema=schema,
+            timeout=timeout,
+            concurrent=concurrent,
+            inline=inline,
+            max_output=max_output,
+            namespace=_namespace(frame),
+        )
+        if not tool.is_method and "." not in tool.fn.__qualname__:
+            register_tool(tool)
+        return tool
+
+    return decorate if fn is None else decorate(fn)
+
+
+def _namespace(frame: types.FrameType) -> Namespace:
+    around = frame.f_back
+    return lambda: {**(around.f_locals if around is not None else {}), **frame.f_locals}
+
+
+def _check_function(fn: Any) -> None:
+    if isinstance(fn, (staticmethod, classmethod)):
+        raise ToolSchemaError(f"write @{type(fn).__name__} above @function_tool, not below it")
+    if not (inspect.isfunction(fn) or inspect.ismethod(fn)):
+        raise ToolSchemaError(
+            f"@function_tool takes a function, not {_shown(fn)}: write a def (for a class, see BaseTool)"
+        )
+
+
+def _check_positive(label: str, name: str, value: float | None) -> None:
+    if value is not None and (isinstance(value, bool) or not value > 0):
+        raise ToolSchemaError(f"{label}: {name} is {value!r}: it must be more than 0, or None")
+
+
+class BaseTool:
+    """A tool with a life of its own: one instance per episode, made before its first call and released at its end.
+
+    A ToolEnv creates it once per episode with ``create``, passes each call to ``execute``, asks ``calc_reward`` once
+    when the episode is scored, and calls ``release`` exactly once, also after errors. One object may serve many
+    episodes at the same time; the instance id tells them apart. ``task.data["tools_kwargs"][name]`` may hold
+    ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs`` and ``release_kwargs``.
+
+    Attributes:
+        concurrent: Whether calls of one episode may run at the same time.
+        timeout: Seconds after which a call is cancelled and answered with the error ``timeout``, or None.
+        max_output: Characters of its text that the model gets to see, or None for all.
+    """
+
+    concurrent: ClassVar[bool] = False
+    timeout: float | None = None
+    max_output: int | None = DEFAULT_MAX_OUTPUT
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        tool_schema: ToolSchema | Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take a configuration and what the model is told.
+
+        Raises:
+            ToolSchemaError: There is no schema, or it cannot be offered.
+        """
+        if tool_schema is None:
+            raise ToolSchemaError(
+                f"{type(self).__qualname__} has no schema: call super().__init__(config, tool_schema) with a "
+                "ToolSchema or OpenAI's form"
+            )
+        self.config: dict[str, Any] = dict(config or {})
+        self._schema = as_schema(tool_schema)
+        self.arguments = Arguments(self._schema)
+
+    @property
+    def schema(self) -> ToolSchema:
+        """What the model is told."""
+        return self._schema
+
+    @property
+    def name(self) -> str:
+        """The name that calls use."""
+        return self._schema.name
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:  # noqa: ARG002
+        """Make the instance of an episode. An error here is one of the infrastructure, never of the model.
+
+        Args:
+            instance_id: The id to use; None for a new one.
+            **kwargs: ``create_kwargs`` of the task.
+
+        Returns:
+            The instance id, and a response. Its text is shown to nobody, since the conversation has begun already;
+            its reward counts when the episode is scored.
+        """
+        return instance_id or uuid.uuid4().hex, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, float]]:
+        """Answer one call.
+
+        Args:
+            instance_id: What ``create`` returned.
+            parameters: The arguments; they fit the schema.
+            **kwargs: ``execute_kwargs`` of the task.
+
+        Returns:
+            The response, a reward for this call (or None) and metrics.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} defines no execute()")
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:  # noqa: ARG002
+        """Return what the instance's state is worth when the episode is scored, or None for nothing."""
+        return None
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Free what the instance holds."""
+
+
+Tool: TypeAlias = FunctionTool | BaseTool
+"""What an environment's tools are."""
+
+
+def as_tool(item: Any) -> Tool:
+    """Return what stands in an environment's ``tools`` as a tool.
+
+    Args:
+        item: A tool, a plain function (its schema is inferred), a subclass of BaseTool, or a registered name.
+
+    Raises:
+        ToolSchemaError: It is none of these, or cannot be offered.
+        RegistryError: No tool has this name.
+    """
+    if isinstance(item, (FunctionTool, BaseTool)):
+        return item
+    if isinstance(item, str):
+        return get_tool(item)
+    if isinstance(item, type) and issubclass(item, BaseTool):
+        return item()
+    if inspect.isfunction(item):
+        return _inferred(item)
+    if inspect.ismethod(item):
+        # It has the state of whatever it is bound to, so its calls keep their order.
+        return FunctionTool(item, concurrent=False)
+    raise ToolSchemaError(
+        f"{_shown(item)} is no tool: list functions, @function_tool functions, BaseTools or registered names "
+        "(methods of the environment are found by their decorator)"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _inferred(fn: Callable[..., Any]) -> FunctionTool:
+    return FunctionTool(fn)

@@ -1,0 +1,419 @@
+"""Running the calls of an episode: exactly one answer per call, in call order, whatever the model wrote.
+
+Owns: :class:`ToolRunner`, the tools of one episode: which calls may run at the same time, where they run, their
+time-outs, the life of BaseTools, and what a tool's return value means. Refuses: scoring, and counting turns.
+
+Calls of tools that are ``concurrent`` (functions, by default) run at the same time; the others run one at a time per
+episode, in call order. A tool that raises is answered to the model; an error of the infrastructure (any
+TurnwiseError but ToolError) ends the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from turnwise.errors import EnvError, ToolError, TurnwiseError
+from turnwise.tools.core import INVALID_CALLS, BaseTool, FunctionTool, Tool, ToolResponse, truncated
+from turnwise.tools.registry import nearest
+from turnwise.tools.schema import ArgumentError
+from turnwise.tools.threads import ToolThreads, default_threads
+from turnwise.types import ToolCall
+
+CANCEL_GRACE_S: Final = 5.0
+"""How long a cancelled async tool may take to end before it counts as lost."""
+
+_RUNS_IN: contextvars.ContextVar[ToolRunner | None] = contextvars.ContextVar("turnwise_runs_in", default=None)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one call.
+
+    Attributes:
+        call: The call.
+        response: Its answer.
+        seconds: Wall time from the call's turn to its answer.
+    """
+
+    call: ToolCall
+    response: ToolResponse
+    seconds: float = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether the call reached a tool."""
+        return self.response.error not in INVALID_CALLS
+
+
+class _Timeout(Exception):
+    """A call was given up."""
+
+
+class ToolRunner:
+    """The tools of one episode.
+
+    Attributes:
+        tools: By name.
+        lost: How many calls of this episode were given up while their thread (or a task that refuses to be
+            cancelled) runs on. Above 0 the episode must end: what the call touches may still change.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        *,
+        owner: object = None,
+        executor: Executor | None = None,
+        timeout: float | None = None,
+        tools_kwargs: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
+    ) -> None:
+        """Take the tools.
+
+        Args:
+            tools: By name.
+            owner: The environment whose methods are among them.
+            executor: Where plain functions run; by default threads of this process that may be lost.
+            timeout: Seconds for calls of tools that set none.
+            tools_kwargs: By tool name and then ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs``,
+                ``release_kwargs``, for BaseTools.
+        """
+        self.tools = dict(tools)
+        self.lost = 0
+        self._owner = owner
+        self._executor = executor
+        self._timeout = timeout
+        self._kwargs = tools_kwargs or {}
+        self._lock = asyncio.Lock()
+        self._instances: dict[str, str] = {}
+        self._created_rewards: dict[str, float] = {}
+        self._opened = not any(isinstance(tool, BaseTool) for tool in self.tools.values())
+        self._closed = False
+
+    async def open(self) -> None:
+        """Create the BaseTools of the episode; the first call does so too. A second time is no error.
+
+        Raises:
+            EnvError: A tool could not be created. Those created before it are released.
+        """
+        if self._opened:
+            return
+        async with self._turn():
+            if self._opened or self._closed:
+                return
+            for name, tool in self.tools.items():
+                if isinstance(tool, BaseTool):
+                    await self._create(name, tool)
+            self._opened = True
+
+    async def run(self, call: ToolCall) -> Outcome:
+        """Answer one call.
+
+        Raises:
+            EnvError: The episode is over, or a tool broke its contract (a reward that is not finite, a result that
+                JSON cannot express).
+            TurnwiseError: What a tool raised of it, a ToolError aside.
+        """
+        if self._closed:
+            raise EnvError(f"the tool {call.name!r} was called after the end of the episode: call reset() first")
+        if not self._opened:
+            await self.open()
+        tool = self.tools.get(call.name)
+        if call.error is not None or tool is None:
+            return Outcome(call, self._refusal(call))
+        try:
+            arguments = tool.arguments.parse(call.arguments)
+        except ArgumentError as error:
+            return Outcome(call, _failure("invalid_arguments", str(error), tool=call.name, path=error.path))
+        if tool.concurrent:
+            return await self._answer(call, tool, arguments)
+        async with self._turn():
+            return await self._answer(call, tool, arguments)
+
+    async def run_all(self, calls: Sequence[ToolCall]) -> list[Outcome]:
+        """Answer the calls of one message: one outcome per call, in call order. Raises what :meth:`run` raises."""
+        if len(calls) == 1 or not any(self._overlaps(call) for call in calls):
+            return [await self.run(call) for call in calls]
+        # Tasks start in call order, and the lock is first come, first served: so stateful calls keep their order.
+        found = await asyncio.gather(*(self.run(call) for call in calls), return_exceptions=True)
+        outcomes = [each for each in found if isinstance(each, Outcome)]
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return outcomes
+
+    async def rewards(self) -> dict[str, float]:
+        """Return what the BaseTools' instances are worth now, as ``tool/<name>``; zeros are left out.
+
+        Raises:
+            EnvError: A tool raised, or gave a number that is not finite.
+        """
+        values = dict(self._created_rewards)
+        for name, instance in self._instances.items():
+            value = await self._foreign(name, "calc_reward", instance, **self._extra(name, "calc_reward_kwargs"))
+            # A ToolResponse holds numbers to their contract.
+            reward = ToolResponse(reward=value).reward
+            values[name] = values.get(name, 0.0) + (reward or 0.0)
+        return {f"tool/{name}": value for name, value in values.items() if value}
+
+    async def close(self) -> None:
+        """Release every instance exactly once, whatever the others do. Closing twice is no error.
+
+        Raises:
+            EnvError: A release failed. The others were released all the same.
+        """
+        self._closed = True
+        failed: list[BaseException] = []
+        while self._instances:
+            name, instance = self._instances.popitem()
+            try:
+                await self._foreign(name, "release", instance, **self._extra(name, "release_kwargs"))
+            except (TurnwiseError, asyncio.CancelledError) as error:
+                failed.append(error)
+        cancelled = [error for error in failed if isinstance(error, asyncio.CancelledError)]
+        if failed:
+            raise (cancelled or failed)[0]
+
+    # -- the life of BaseTools ---------------------------------------------------------------------------------
+
+    async def _create(self, name: str, tool: BaseTool) -> None:
+        try:
+            made = await self._foreign(name, "create", None, **self._extra(name, "create_kwargs"))
+            if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], str)):
+                raise EnvError(
+                    f"{type(tool).__qualname__}.create returned {made!r}: it must return (instance_id, ToolResponse)"
+                )
+        except BaseException:
+            await self.close()
+            raise
+        self._instances[name] = made[0]
+        response = _response(name, made[1])
+        if response.reward is not None:
+            self._created_rewards[name] = response.reward
+
+    async def _foreign(self, name: str, method: str, instance: str | None, **kwargs: Any) -> Any:
+        tool = self.tools[name]
+        assert isinstance(tool, BaseTool)
+        methods: dict[str, Callable[..., Any]] = {
+            "create": tool.create,
+            "calc_reward": tool.calc_reward,
+            "release": tool.release,
+        }
+        try:
+            found: Any = methods[method](instance, **kwargs)
+            return await found if inspect.isawaitable(found) else found
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            raise EnvError(
+                f"{type(tool).__qualname__}.{method} of tool {name!r} raised {type(error).__name__}: {error}"
+            ) from error
+
+    def _extra(self, name: str, which: str) -> dict[str, Any]:
+        return dict(self._kwargs.get(name, {}).get(which, {}))
+
+    # -- one call ------------------------------------------------------------------------------------------------
+
+    def _overlaps(self, call: ToolCall) -> bool:
+        tool = self.tools.get(call.name)
+        inline = isinstance(tool, FunctionTool) and tool.inline
+        return tool is not None and call.error is None and tool.concurrent and not inline
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if _RUNS_IN.get() is self:
+            # A tool that calls another one of its episode has the turn already.
+            yield
+            return
+        async with self._lock:
+            token = _RUNS_IN.set(self)
+            try:
+                yield
+            finally:
+                _RUNS_IN.reset(token)
+
+    def _refusal(self, call: ToolCall) -> ToolResponse:
+        available = list(self.tools)
+        if call.error is None:
+            hint = nearest(call.name, available)
+            message = f"there is no tool {call.name!r}{hint}"
+            return _failure("unknown_tool", message, available=available)
+        word = "invalid_json" if "json" in call.error.lower() else "unusable_call"
+        details = {"tool": call.name} if call.name in self.tools else {"available": available}
+        return _failure(word, f"this call was not executed: {call.error}", **details)
+
+    async def _answer(self, call: ToolCall, tool: Tool, arguments: dict[str, Any]) -> Outcome:
+        if self.lost:
+            message = "this call was not executed: an earlier one timed out and cannot be stopped"
+            return Outcome(call, _failure("timeout", message, tool=call.name))
+        started = time.perf_counter()
+        try:
+            response = _response(tool.name, await self._execute(tool, arguments))
+        except _Timeout as error:
+            response = _failure("timeout", str(error), tool=call.name)
+        except ToolError as error:
+            response = _failure("tool_error", str(error), tool=call.name)
+        except TurnwiseError:
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            response = _crash(call, "CancelledError", "the tool cancelled itself")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: the model reads it and may go on
+            response = _crash(call, type(error).__name__, str(error))
+        response.text = _clean(response.text, tool.max_output if response.error is None else None)
+        return Outcome(call, response, time.perf_counter() - started)
+
+    async def _execute(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+        timeout = self._timeout if tool.timeout is None else tool.timeout
+        if isinstance(tool, BaseTool):
+            extra = self._extra(tool.name, "execute_kwargs")
+            return await self._bounded(tool.execute(self._instances[tool.name], arguments, **extra), timeout)
+        positional = (self._owner,) if tool.is_method else ()
+        if tool.is_async:
+            return await self._bounded(tool.fn(*positional, **arguments), timeout)
+        if tool.inline:
+            result = tool.fn(*positional, **arguments)
+        else:
+            result = await self._in_thread(tool.fn, positional, arguments, timeout)
+        return await self._bounded(result, timeout) if inspect.isawaitable(result) else result
+
+    async def _bounded(self, coroutine: Awaitable[Any], timeout: float | None) -> Any:
+        if timeout is None:
+            return await coroutine
+        task = asyncio.ensure_future(coroutine)
+        try:
+            await asyncio.wait({task}, timeout=timeout)
+            if task.done():
+                return task.result()
+        except asyncio.CancelledError:
+            if not task.done():
+                await self._cancel(task)
+            raise
+        await self._cancel(task)
+        raise _Timeout(f"no answer within {timeout:g} s; the call was cancelled")
+
+    async def _cancel(self, task: asyncio.Future[Any]) -> None:
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+        if not task.done():
+            self.lost += 1
+        elif not task.cancelled():
+            task.exception()  # read, so that nobody reports it as never retrieved
+
+    async def _in_thread(
+        self, fn: Callable[..., Any], positional: tuple[Any, ...], arguments: dict[str, Any], timeout: float | None
+    ) -> Any:
+        executor = default_threads() if self._executor is None else self._executor
+        try:
+            future = executor.submit(contextvars.copy_context().run, _guarded, fn, positional, arguments)
+        except RuntimeError as error:
+            raise EnvError(f"the executor of tools takes no calls: {error}") from error
+        wrapped = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait({wrapped}, timeout=timeout)
+        finally:
+            if not wrapped.done():
+                # Given up, by the time-out or with the whole episode. A thread cannot be cancelled.
+                if isinstance(executor, ToolThreads):
+                    self.lost += executor.abandon(future)
+                else:
+                    self.lost += not future.cancel() and not future.done()
+                wrapped.cancel()
+        if wrapped.cancelled():
+            raise _Timeout(f"no answer within {timeout:g} s")
+        value, raised = wrapped.result()
+        if raised is not None:
+            raise raised
+        return value
+
+
+def _guarded(
+    fn: Callable[..., Any], positional: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[Any, BaseException | None]:
+    # A future refuses some exceptions (StopIteration), so they travel as values.
+    try:
+        return fn(*positional, **arguments), None
+    except BaseException as error:  # noqa: BLE001 - raised again on the loop
+        return None, error
+
+
+def _failure(word: str, message: str, **details: Any) -> ToolResponse:
+    response = ToolResponse.failure(word, message, **details)
+    response.text = _clean(response.text, None)
+    return response
+
+
+def _crash(call: ToolCall, kind: str, message: str) -> ToolResponse:
+    response = _failure("tool_error", f"{kind}: {message}" if message else kind, tool=call.name)
+    response.metrics = {"crashes": 1.0}
+    return response
+
+
+def _clean(text: str | None, max_output: int | None) -> str | None:
+    if text is None or (text.isascii() and (max_output is None or len(text) <= max_output)):
+        return text
+    if max_output is not None:
+        text = truncated(text, max_output)
+    # Half a surrogate pair is no text: neither tokenizers nor files take it.
+    return text.encode("utf-8", "replace").decode()
+
+
+def _response(name: str, value: Any) -> ToolResponse:
+    """Return what a tool returned as a response of its own.
+
+    Raises:
+        EnvError: The tool broke its contract.
+    """
+    reward, metrics = None, None
+    if type(value) is tuple:
+        if not 1 <= len(value) <= 3:
+            raise EnvError(
+                f"tool {name!r} returned a tuple of {len(value)}: return the result alone, (result, reward), or "
+                "(result, reward, metrics); a tuple that is the result itself must be a list"
+            )
+        value, reward, metrics = (*value, None, None)[:3]
+    if isinstance(value, ToolResponse):
+        if reward is not None and value.reward is not None:
+            raise EnvError(f"tool {name!r} returned two rewards, {value.reward} in its response and {reward} beside it")
+        reward = value.reward if reward is None else reward
+        return replace(value, reward=reward, metrics={**value.metrics, **_metrics(name, metrics)})
+    return ToolResponse(text=_text(name, value), reward=reward, metrics=_metrics(name, metrics))
+
+
+def _metrics(name: str, metrics: Any) -> dict[str, float]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise EnvError(f"tool {name!r} returned metrics of type {type(metrics).__name__}: they must be a dict")
+    return dict(metrics)
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return str(value)
+    if value is None:
+        return ""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        # A NamedTuple: its names are worth more to a reader than its order.
+        value = value._asdict()
+    try:
+        return json.dumps(to_jsonable_python(value), ensure_ascii=False)
+    except (PydanticSerializationError, TypeError, ValueError, RecursionError) as error:
+        raise EnvError(
+            f"tool {name!r} returned a value of type {type(value).__name__}, which JSON cannot express ({error}): "
+            "return str, numbers, bool, None, dict, list, a dataclass, a pydantic model or a ToolResponse"
+        ) from error

@@ -1,0 +1,63 @@
+"""Function tools by name.
+
+Owns: the one registry of the module-level functions that ``@function_tool`` decorates. Refuses: methods (they belong
+to their environment) and functions made inside others (they have no address).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from turnwise.errors import RegistryError
+
+if TYPE_CHECKING:
+    from turnwise.tools.core import FunctionTool
+
+_TOOLS: dict[str, FunctionTool] = {}
+
+
+def register_tool(tool: FunctionTool) -> None:
+    """Put a tool under its name. The same function again (a module that is loaded anew) replaces itself.
+
+    Raises:
+        RegistryError: Another function has this name.
+    """
+    known = _TOOLS.get(tool.name)
+    if known is not None and _place(known) != _place(tool):
+        raise RegistryError(
+            f"the tool name {tool.name!r} is taken by {_place(known)}; {_place(tool)} needs another one: write "
+            '@function_tool("other_name")'
+        )
+    _TOOLS[tool.name] = tool
+
+
+def get_tool(name: str) -> FunctionTool:
+    """Return the tool of this name.
+
+    Raises:
+        RegistryError: There is none; the message says which come close.
+    """
+    found = _TOOLS.get(name)
+    if found is None:
+        raise RegistryError(
+            f"there is no tool {name!r}{nearest(name, _TOOLS)}; decorate a function with @function_tool and import "
+            "its module"
+        )
+    return found
+
+
+def tool_names() -> list[str]:
+    """Return the registered names, sorted."""
+    return sorted(_TOOLS)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` with the known names that come close, or an empty text."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _place(tool: FunctionTool) -> str:
+    return f"{tool.fn.__module__}.{tool.fn.__qualname__} ({tool.fn.__code__.co_filename})"

@@ -1,0 +1,267 @@
+"""``turnwise audit``: what the files prove, and the log-probabilities computed once more.
+
+Owns: :func:`audit_run`, and recomputing with the trainer's own forward what the inference server reported, for the
+weight versions whose weights are still on disk. Refuses: tolerating more than rounding; what was sampled with weights
+that are gone is counted as not checked.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from turnwise.errors import AuditError, CheckpointError
+from turnwise.rollout.audit import BATCHES, TRAJECTORIES, AuditReport, audit_files
+from turnwise.rollout.batches import read_batches
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trajectory import Segment, TrainSample, Trajectory
+from turnwise.types import VersionSpan
+
+CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"
+# float32 on both sides: what other kernels and another order of sums may differ by (invariant 12), for a likely id,
+# and relative to it for an unlikely one.
+_TOLERANCE = 1e-4
+# With bfloat16 single ids differ by more; over many of them the mean does not.
+_MEAN_TOLERANCE_HALF = 0.05
+_MOST_SHOWN = 50
+_TOKENS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Where the weights of a version lie, and whether they were served in float32."""
+
+    directory: Path
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Ids of one version within a turn, and everything before them."""
+
+    trajectory: str
+    segment: int
+    sample: TrainSample
+    temperature: float
+
+
+def audit_run(run: Path, *, recompute: bool = True, at_most: int = 256, console: Console | None = None) -> AuditReport:
+    """Audit a run directory and print what was found.
+
+    Args:
+        run: A directory that training or an evaluation wrote.
+        recompute: Whether log-probabilities are computed again, where the files are sound (needs torch).
+        at_most: Turns per weight version that are; chosen at random, always the same ones.
+        console: Where to print; by default the terminal.
+
+    Returns:
+        What was found.
+
+    Raises:
+        AuditError: The directory lacks what is needed to prove anything.
+    """
+    console = console or Console()
+    report = audit_files(run)
+    # Where the files contradict each other it is not known what to compute again.
+    if recompute and report.sound:
+        recompute_logprobs(run, report, at_most=at_most)
+    _show(run, report, console)
+    return report
+
+
+def recompute_logprobs(run: Path, report: AuditReport, *, at_most: int = 256) -> None:
+    """Compute log-probabilities again for every weight version whose weights are on disk; add to the report.
+
+    Raises:
+        AuditError: The run's configuration cannot be read.
+        CheckpointError: A checkpoint is not whole.
+    """
+    config = _read_config(run)
+    weights = _weights_on_disk(run, config)
+    temperature = float(config.get("rollout", {}).get("temperature", 1.0))
+    turns, unchecked = _turns(run, weights, temperature, at_most)
+    report.counts["sampled tokens that cannot be recomputed"] += unchecked
+    for version in sorted(turns):
+        _check_version(version, weights[version], turns[version], report)
+
+
+def _read_config(run: Path) -> dict[str, Any]:
+    file = run / CONFIG
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise AuditError(
+            f"{file} cannot be read, so it is not known which weights sampled (--no-recompute leaves that out): {error}"
+        ) from error
+    if not isinstance(config, dict):
+        raise AuditError(f"{file} holds no configuration")
+    return config
+
+
+def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
+    """Return the directories of weight versions: the model that the run began with, and its checkpoints."""
+    from turnwise.trainer.checkpoint import CheckpointStore, load_state
+
+    dtype = config.get("inference", {}).get("dtype", "auto")
+    found: dict[int, _Weights] = {}
+    if "policies" in config:
+        first = config["policies"]["main"]["model"]["path"]
+    else:
+        # An evaluation; of a server that was not ours nobody knows what it served.
+        first = config.get("model") if config.get("url") is None else None
+    if first is not None and (Path(first) / "config.json").is_file():
+        found[0] = _Weights(Path(first), _is_float32(Path(first), dtype))
+    store = CheckpointStore(run / CHECKPOINTS)
+    for step in store.steps():
+        directory = store.path(step)
+        found[load_state(directory).weight_version] = _Weights(directory, dtype in ("auto", "float32"))
+    return found
+
+
+def _is_float32(directory: Path, dtype: str) -> bool:
+    if dtype != "auto":
+        return dtype == "float32"
+    try:
+        saved = orjson.loads((directory / "config.json").read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise CheckpointError(f"{directory / 'config.json'} is not JSON: {error}") from error
+    return saved.get("dtype", saved.get("torch_dtype")) in (None, "float32")
+
+
+def _turns(
+    run: Path, weights: dict[int, _Weights], temperature: float, at_most: int
+) -> tuple[dict[int, list[_Turn]], int]:
+    """Choose turns by version (a reservoir with a fixed seed); count the ids that cannot be checked."""
+    chosen: dict[int, list[_Turn]] = {}
+    seen: dict[int, int] = {}
+    unchecked = 0
+    draw = random.Random(0)
+    starts = read_batches(run / BATCHES).starts if (run / BATCHES).is_file() else ()
+    for trajectory in read_trajectories(run / TRAJECTORIES):
+        divisor = _temperature(trajectory, temperature)
+        last = _last_version(trajectory, starts)
+        for segment in trajectory.segments:
+            for span in segment.weight_versions:
+                version = span[0]
+                if version not in weights or divisor is None or version > last:
+                    unchecked += span[2] - span[1]
+                    continue
+                kept = chosen.setdefault(version, [])
+                seen[version] = seen.get(version, 0) + 1
+                place = len(kept) if len(kept) < at_most else draw.randrange(seen[version])
+                if place < at_most:
+                    kept[place : place + 1] = [_turn(trajectory, segment, span, divisor)]
+    return chosen, unchecked
+
+
+def _temperature(trajectory: Trajectory, configured: float) -> float | None:
+    """Return what the logits were divided by, or None where that is not known."""
+    noted = trajectory.metrics.get("temperature")
+    if noted is None and trajectory.partition != "train" and configured not in (0.0, 1.0):
+        return None
+    return (configured if noted is None else noted) or 1.0
+
+
+def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> float:
+    """Return the last version of this trajectory's process whose weights any checkpoint can hold.
+
+    A process that was killed had versions beyond its last checkpoint; the one that went on from there made versions
+    of the same numbers, and saved those.
+    """
+    number = trajectory.id.partition("-")[0]
+    if not number.isdigit():
+        return math.inf
+    return min((after for part, after in starts if part > int(number)), default=math.inf)
+
+
+def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperature: float) -> _Turn:
+    before = [each.ids for each in trajectory.path(segment.parent)]
+    ids = np.concatenate([*before, segment.ids])
+    start = len(ids) - len(segment.ids)
+    mask = np.zeros(len(ids), np.bool_)
+    mask[start + span[1] : start + span[2]] = True
+    logprobs = np.zeros(len(ids), np.float32)
+    logprobs[start:] = segment.logprobs
+    versions = np.full(len(ids), -1, np.int32)
+    turns = np.full(len(ids), -1, np.int32)
+    sample = TrainSample(ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, segment.index)
+    return _Turn(trajectory.id, segment.index, sample, temperature)
+
+
+def _check_version(version: int, weights: _Weights, turns: Sequence[_Turn], report: AuditReport) -> None:
+    differences: list[float] = []
+    for turn, position, reported, computed in _recomputed(weights.directory, turns):
+        differences.append(abs(reported - computed))
+        if weights.exact and differences[-1] > _TOLERANCE * max(1.0, abs(computed)):
+            report.contradictions.append(
+                f"trajectory {turn.trajectory}: segment {turn.segment}: the logprob of position {position} was "
+                f"{reported:.6f} when version {version} sampled it; {weights.directory.name} gives {computed:.6f}"
+            )
+    mean = float(np.mean(differences)) if differences else 0.0
+    if not weights.exact and mean > _MEAN_TOLERANCE_HALF:
+        report.contradictions.append(
+            f"version {version}: the logprobs of {len(differences)} ids differ from {weights.directory} by {mean:.4f} "
+            "on average"
+        )
+    report.counts["weight versions recomputed"] += 1
+    report.counts["turns recomputed"] += len(turns)
+    report.counts["logprobs recomputed"] += len(differences)
+    report.figures["largest difference of a logprob"] = max(
+        report.figures.get("largest difference of a logprob", 0.0), max(differences, default=0.0)
+    )
+
+
+def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn, int, float, float]]:
+    """Yield (turn, position in its row, reported, computed) of every id."""
+    import torch
+
+    from turnwise.trainer.learner import pick_device
+    from turnwise.trainer.packing import TrainRow, pack
+    from turnwise.trainer.policy import load_model
+
+    policy = load_model(directory, device=pick_device("auto"))
+    rows = [TrainRow(turn.sample, temperature=turn.temperature) for turn in turns]
+    for batch in pack(rows, _TOKENS_AT_ONCE):
+        with torch.no_grad():
+            computed = policy.forward(batch).logprobs.float().cpu().tolist()
+        reported = batch.at_targets(batch.rollout_logprobs).tolist()
+        owners = [
+            (row, start)
+            for row, (start, length, _) in zip(batch.rows, batch.segments, strict=True)
+            for _ in range(length)
+        ]
+        for target, was, now in zip(batch.targets.tolist(), reported, computed, strict=True):
+            row, start = owners[target]
+            yield turns[row], target - start, was, now
+
+
+def _show(run: Path, report: AuditReport, console: Console) -> None:
+    console.print(Text(f"audit of {run}", style="bold"), soft_wrap=True)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, count in report.counts.items():
+        if count:
+            table.add_row(name, f"{count:,}")
+    for name, figure in report.figures.items():
+        table.add_row(name, f"{figure:.2g}")
+    console.print(table)
+    for text in report.contradictions[:_MOST_SHOWN]:
+        console.print(Text(f"✗ {text}", style="red"), soft_wrap=True)
+    if len(report.contradictions) > _MOST_SHOWN:
+        console.print(Text(f"and {len(report.contradictions) - _MOST_SHOWN} more", style="red"))
+    if report.sound:
+        console.print(Text("✓ nothing contradicts: what was sampled was recorded and trained exactly", style="green"))
+    else:
+        console.print(Text(f"{len(report.contradictions)} contradictions", style="bold red"))

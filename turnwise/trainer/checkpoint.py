@@ -1,0 +1,227 @@
+"""Checkpoints on disk: whole or not there.
+
+Owns: the atomic directories ``step_000010/``, what remains of older ones, :class:`TrainerState` and the state of the
+random generators. Refuses: knowing what a learner writes into the directory.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+
+from turnwise.errors import CheckpointError
+
+STATE_FILE = "trainer_state.json"
+SCHEMA_VERSION = 1
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """Where a run stands, beside weights and optimizer.
+
+    Attributes:
+        step: Train steps done.
+        epoch: How often the dataset was gone through.
+        position: Tasks taken from the current epoch.
+        weight_version: Version of the weights on the inference server.
+        config_digest: Of the configuration that the run was started with.
+        metrics: The last ones logged.
+        rng: State of the random generators (:func:`capture_rng`).
+    """
+
+    step: int
+    epoch: int = 0
+    position: int = 0
+    weight_version: int = 0
+    config_digest: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, directory: Path, *, keep: int | None = None) -> None:
+        """Open a directory of checkpoints; it is made by the first save.
+
+        Args:
+            directory: Where they lie.
+            keep: How many of the newest remain; None keeps all.
+
+        Raises:
+            CheckpointError: ``keep`` is below 1.
+        """
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"checkpoint.keep is {keep}; at least 1 has to remain")
+        self.directory = directory
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies."""
+        return self.directory / f"step_{step:06d}"
+
+    def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint; a process killed meanwhile leaves the ones before untouched.
+
+        The files are written beside, forced to disk, and only then given their name.
+
+        Args:
+            state: Where the run stands.
+            write: Called with an empty directory, to write everything else.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        final = self.path(state.step)
+        draft = self.directory / f".draft-{final.name}-{os.getpid()}"
+        try:
+            self._clean()
+            draft.mkdir(parents=True)
+            write(draft)
+            # What belongs to the checkpoint, with sizes: a copy that lost a file is noticed when it is loaded.
+            files = {str(f.relative_to(draft)): f.stat().st_size for f in sorted(draft.rglob("*")) if f.is_file()}
+            record = {**asdict(state), "files": files, "schema_version": SCHEMA_VERSION}
+            (draft / STATE_FILE).write_bytes(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+            for file in draft.rglob("*"):
+                _sync(file)
+            _sync(draft)
+            replaced = self.directory / f".replaced-{final.name}"
+            if final.exists():
+                final.rename(replaced)
+            draft.rename(final)
+            _sync(self.directory)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {final} cannot be written: {error}") from error
+        self._prune()
+        return final
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a whole checkpoint, ascending."""
+        self._restore()
+        if not self.directory.is_dir():
+            return []
+        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
+        return sorted(int(match[1]) for match, path in found if match and (path / STATE_FILE).is_file())
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint's directory, or None."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def _prune(self) -> None:
+        if self.keep is not None:
+            for step in self.steps()[: -self.keep]:
+                shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def _clean(self) -> None:
+        """Remove drafts of processes that are gone."""
+        self._restore()
+        for draft in self.directory.glob(".draft-*"):
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _restore(self) -> None:
+        """Undo a replacement that a kill cut in two."""
+        for replaced in self.directory.glob(".replaced-*"):
+            final = self.directory / replaced.name.removeprefix(".replaced-")
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.rename(final)
+
+
+def load_state(directory: Path) -> TrainerState:
+    """Read where a run stood, and check that its checkpoint is whole.
+
+    Raises:
+        CheckpointError: There is no checkpoint, a file of it is missing or has another size, or the state is malformed.
+    """
+    file = directory / STATE_FILE
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {directory} lacks {STATE_FILE}")
+    try:
+        record = orjson.loads(file.read_bytes())
+        version = record.pop("schema_version")
+        files = record.pop("files")
+        if version != SCHEMA_VERSION:
+            raise CheckpointError(f"{file} has schema version {version}; this version reads {SCHEMA_VERSION}")
+        state = TrainerState(**record)
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is malformed: {error!r}") from error
+    for name, size in files.items():
+        part = directory / name
+        if not part.is_file():
+            raise CheckpointError(f"checkpoint {directory} lacks {name}")
+        if part.stat().st_size != size:
+            raise CheckpointError(f"{part} has {part.stat().st_size} bytes; {size} were saved")
+    return state
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of the process's random generators (Python, NumPy, torch) as JSON values."""
+    version, internal, gauss = random.getstate()
+    # legacy=False returns the state as a dictionary, whatever the generator is.
+    numpy_state: Any = np.random.get_state(legacy=False)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": {
+            "bit_generator": numpy_state["bit_generator"],
+            "key": [int(word) for word in numpy_state["state"]["key"]],
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": [_encode(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set the random generators to a state that :func:`capture_rng` returned.
+
+    Raises:
+        CheckpointError: The state is malformed.
+    """
+    try:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        saved = state["numpy"]
+        inner = {"key": np.array(saved["key"], np.uint32), "pos": saved["pos"]}
+        np.random.set_state({**saved, "state": inner})
+        torch.set_rng_state(_decode(state["torch"]))
+        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([_decode(each) for each in state["cuda"]])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the state of the random generators is malformed: {error!r}") from error
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), np.uint8).copy())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,338 @@
+"""The configuration of training runs: ``turnwise train`` and ``turnwise sft``.
+
+Owns: :class:`TrainConfig`, :class:`SFTConfig` and the sections that both share. Refuses: sections of other packages,
+which stand in their own ``config.py`` and are nested by import, and keys that nothing reads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+
+from turnwise.config import ConfigPath
+from turnwise.errors import RegistryError
+from turnwise.evaluation.config import EvalPlan, RendererConfig
+from turnwise.inference.config import InferenceConfig
+from turnwise.rollout.config import RolloutConfig
+from turnwise.trainer.advantages import advantage_fn
+from turnwise.trainer.losses import LossAggregation
+
+PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
+PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+
+_PATH: TypeAdapter[Any] = TypeAdapter(ConfigPath)
+
+
+def _model_source(value: Any) -> Any:
+    if not isinstance(value, (str, Path)) or not str(value):
+        return value
+    path = _PATH.validate_python(value)
+    return str(path.absolute()) if path.exists() else str(value)
+
+
+def _task_reference(value: Any) -> Any:
+    """Make the file of ``file``, ``file:function`` or ``file:function?arguments`` absolute, where it is a file."""
+    if not isinstance(value, (str, Path)) or not str(value):
+        return value
+    text = str(value)
+    ends = [len(text), *(n for n, letter in enumerate(text) if letter in ":?")]
+    for end in sorted(ends, reverse=True):
+        # A slice of a located text has no location of its own: what is cut off is put back on a path of the whole.
+        whole = _PATH.validate_python(value)
+        path = Path(str(whole)[: len(str(whole)) - (len(text) - end)]) if end else whole
+        if end and path.exists():
+            return str(path.absolute()) + text[end:]
+    return text
+
+
+ModelSource: TypeAlias = Annotated[str, Field(min_length=1), BeforeValidator(_model_source)]
+"""A model's directory (made absolute, as every path in a config), or a hub name where no such directory exists."""
+
+
+TaskReference: TypeAlias = Annotated[str, Field(min_length=1), BeforeValidator(_task_reference)]
+"""Where tasks come from, as ``tasks.load_tasks`` reads it; a file in it is made absolute."""
+
+RunName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""A name that is also a directory's."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ModelConfig(_Section):
+    """The model that is trained, and where.
+
+    Attributes:
+        path: Directory or hub name of a Hugging Face causal language model.
+        device: A torch device; ``auto`` is the first GPU where there is one, else the CPU.
+        compute_dtype: What matrix products are computed in. Parameters and optimizer state are float32.
+        threads: CPU threads of the trainer process; by default torch decides.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+    """
+
+    path: ModelSource
+    device: str = "auto"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: PositiveInt | None = None
+    gradient_checkpointing: bool = False
+
+
+class MuonConfig(_Section):
+    """Muon, which updates the weight matrices where ``optim.name`` is ``muon``.
+
+    Attributes:
+        lr: Its learning rate (that of AdamW is ``optim.lr``).
+        momentum: Share of the old momentum that stays in a step.
+        weight_decay: Decoupled, for these matrices.
+        adjust_lr: How the rate depends on a matrix's shape: ``original`` (rows over columns, Jordan 2024) or
+            ``match_rms_adamw`` (updates as large as AdamW's, arXiv:2502.16982).
+    """
+
+    lr: PositiveFloat = 0.02
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+
+
+class OptimConfig(_Section):
+    """How gradients become updates.
+
+    Attributes:
+        name: ``adamw`` for all parameters, or ``muon`` for weight matrices and AdamW for the rest (embeddings, output
+            matrix, norms, biases).
+        lr: Peak learning rate of AdamW.
+        betas: Decay rates of AdamW's first and second moment.
+        eps: Added to AdamW's denominator.
+        weight_decay: Decoupled; matrices only, norms and biases never decay.
+        max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
+        muon: Read where ``name`` is ``muon``.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: PositiveFloat = 1e-6
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: PositiveFloat | None = 1.0
+    muon: MuonConfig = MuonConfig()
+
+
+class ScheduleConfig(_Section):
+    """How the learning rate changes over a run; all rates are multiplied by the same factor.
+
+    Attributes:
+        kind: After warm-up: ``constant``; ``linear`` or ``cosine`` down to ``min_ratio`` at the end; or ``wsd``
+            (warm-up, stable, decay): constant, then linear down over the last ``decay_fraction`` of all steps.
+        warmup_steps: Steps over which the factor rises to 1 (the first step has 1/warmup_steps).
+        min_ratio: The factor at the end of a decay.
+        decay_fraction: Read by ``wsd``.
+    """
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_ratio: Fraction = 0.0
+    decay_fraction: Fraction = 0.4
+
+
+class PolicyConfig(_Section):
+    """One policy: its model and how it learns."""
+
+    model: ModelConfig
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class AlgorithmConfig(_Section):
+    """From rewards to a loss.
+
+    Attributes:
+        advantage: Name of the estimator (``trainer/advantages.py``).
+        norm_by_std: Divide by the group's standard deviation.
+        std_eps: Added to that standard deviation.
+        drop_zero_variance: Leave groups out whose rewards are all equal: they have no gradient, and without them the
+            others are not diluted.
+        clip_low: How far the probability ratio may fall below 1.
+        clip_high: How far it may rise above 1.
+        dual_clip: Bound of the ratio for tokens with negative advantage; None is no bound.
+        entropy_coef: Weight of the entropy bonus.
+        loss_aggregation: What a loss is averaged over (``trainer/losses.py``, ``loss_weights``).
+        epochs: How often a batch is gone through.
+        minibatches: Optimizer steps per epoch.
+        old_logprobs: What the ratio is taken against: ``rollout`` (what the server reported when it sampled) or
+            ``recompute`` (the trainer's own forward before the first update).
+    """
+
+    advantage: str = "grpo"
+    norm_by_std: bool = True
+    std_eps: PositiveFloat = 1e-4
+    drop_zero_variance: bool = True
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    loss_aggregation: LossAggregation = "token_mean"
+    epochs: PositiveInt = 1
+    minibatches: PositiveInt = 1
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+
+    @field_validator("advantage")
+    @classmethod
+    def _is_registered(cls, name: str) -> str:
+        try:
+            advantage_fn(name)
+        except RegistryError as error:
+            raise ValueError(str(error)) from error
+        return name
+
+
+class BatchConfig(_Section):
+    """What a train step is made of.
+
+    Attributes:
+        groups: Groups per step (``rollout.group_size`` trajectories each).
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass; more needs more memory.
+        max_tokens_per_row: Longer rows are cut; what is cut off is counted. None cuts nothing.
+    """
+
+    groups: PositiveInt = 16
+    max_tokens_per_micro_batch: PositiveInt = 4096
+    max_tokens_per_row: PositiveInt | None = None
+
+
+class CheckpointConfig(_Section):
+    """When checkpoints are written and how many remain.
+
+    Attributes:
+        every: Steps between checkpoints; the last step always has one.
+        keep: How many of the newest remain; None keeps all.
+    """
+
+    every: PositiveInt = 10
+    keep: PositiveInt | None = 2
+
+
+class TrainEvalConfig(EvalPlan):
+    """Evaluation on held-out tasks before the first step, after the last, and in between.
+
+    Attributes:
+        tasks: Where the held-out tasks come from.
+        every: Steps between evaluations; None evaluates before and after only.
+    """
+
+    tasks: TaskReference
+    every: PositiveInt | None = 10
+
+
+class TrainConfig(_Section):
+    """``turnwise train``.
+
+    Attributes:
+        name: Name of the run; its directory is ``runs/name``.
+        runs: Where run directories lie.
+        seed: Decides reset seeds, sampling seeds and the order of tasks.
+        steps: Train steps.
+        tasks: Where the tasks come from (``tasks.load_tasks``).
+        task_limit: Take at most this many.
+        shuffle: Whether tasks are shuffled, anew in each epoch; else they keep their order.
+        policies: The trained policies by name. One for now, ``main``.
+        rollout: How episodes are rolled out.
+        renderer: How messages become tokens.
+        inference: The server that samples.
+        algorithm: From rewards to a loss.
+        batch: What a step is made of.
+        eval: Evaluation on held-out tasks; None evaluates nothing.
+        checkpoint: When checkpoints are written.
+        custom: Handed to the extension as it is; nothing here reads it.
+    """
+
+    name: RunName
+    runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
+    seed: Annotated[int, Field(ge=0)] = 0
+    steps: PositiveInt
+    tasks: TaskReference
+    task_limit: PositiveInt | None = None
+    shuffle: bool = True
+    policies: dict[str, PolicyConfig]
+    rollout: RolloutConfig
+    renderer: RendererConfig = RendererConfig()
+    inference: InferenceConfig = InferenceConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    batch: BatchConfig = BatchConfig()
+    eval: TrainEvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    custom: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if list(self.policies) != ["main"]:
+            raise ValueError(
+                f"policies holds {', '.join(self.policies) or 'nothing'}; exactly one, main, can be trained"
+            )
+        if self.rollout.group_size < 2:
+            raise ValueError("rollout.group_size is 1, and a group of one has advantage zero; set at least 2")
+        members = self.batch.groups * self.rollout.group_size
+        if self.algorithm.minibatches > members:
+            raise ValueError(
+                f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has {members} trajectories "
+                "(batch.groups x rollout.group_size)"
+            )
+        return self
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The one trained policy."""
+        return self.policies["main"]
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run, at most: what the learning-rate schedule counts."""
+        return self.steps * self.algorithm.epochs * self.algorithm.minibatches
+
+
+class SFTConfig(_Section):
+    """``turnwise sft``.
+
+    Attributes:
+        name: Name of the run; its directory is ``runs/name``, its model ``runs/name/model``.
+        runs: Where run directories lie.
+        overwrite: Whether a model that is there already is replaced.
+        seed: Decides the order of conversations.
+        data: A jsonl file of demonstrations: ``{"messages": [...], "tools": [...]}`` per line, in OpenAI's form.
+        limit: Take at most this many.
+        epochs: How often the data is gone through, unless ``steps`` is given.
+        steps: Optimizer steps.
+        conversations: Conversations per optimizer step.
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass; more needs more memory.
+        max_tokens_per_row: Longer conversations are cut; what is cut off is counted. None cuts nothing.
+        loss_aggregation: What the loss is averaged over.
+        model: The model to start from.
+        optim: How gradients become updates.
+        schedule: How the learning rate changes.
+        renderer: How messages become tokens.
+    """
+
+    name: RunName
+    runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
+    overwrite: bool = False
+    seed: Annotated[int, Field(ge=0)] = 0
+    data: ConfigPath
+    limit: PositiveInt | None = None
+    epochs: PositiveInt = 1
+    steps: PositiveInt | None = None
+    conversations: PositiveInt = 32
+    max_tokens_per_micro_batch: PositiveInt = 4096
+    max_tokens_per_row: PositiveInt | None = None
+    loss_aggregation: LossAggregation = "token_mean"
+    model: ModelConfig
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    schedule: ScheduleConfig = ScheduleConfig()
+    renderer: RendererConfig = RendererConfig()
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """Model, optimizer and schedule as one."""
+        return PolicyConfig(model=self.model, optim=self.optim, schedule=self.schedule)

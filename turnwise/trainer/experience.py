@@ -1,0 +1,121 @@
+"""From finished groups to the rows of a train step.
+
+Owns: :func:`build_experience` (rewards, advantages, rows, what was left out and why) and :func:`weigh` (the weights and
+the normaliser of one optimizer step). Refuses: updating anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from turnwise.trainer.advantages import advantage_fn
+from turnwise.trainer.config import AlgorithmConfig
+from turnwise.trainer.losses import LossAggregation, loss_weights
+from turnwise.trainer.packing import TrainRow
+from turnwise.trajectory import Trajectory, TrajectoryGroup, to_samples
+
+
+@dataclass(slots=True)
+class Experience:
+    """What a train step learns from.
+
+    Attributes:
+        rows: The rows, in the order of groups, members and leaves; none without a trained token.
+        metrics: What went in and what was left out (names in ``metrics.py``).
+    """
+
+    rows: list[TrainRow]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def build_experience(
+    groups: Sequence[TrajectoryGroup],
+    config: AlgorithmConfig,
+    *,
+    temperature: float,
+    policy: str = "main",
+    max_tokens_per_row: int | None = None,
+) -> Experience:
+    """Turn groups into rows with advantages.
+
+    A trajectory is one member of its group, however many branches (rows) it has: all of them carry its advantage.
+    Trajectories that an error ended are no members: a failure is not a reward. Who is compared with whom is decided
+    by ``Trajectory.group_id``, so sessions of different names within an episode are compared apart.
+
+    Args:
+        groups: Finished groups.
+        config: Which estimator, and whether groups without differences are left out.
+        temperature: What the rollouts were sampled with.
+        policy: Only trajectories of this policy are trained.
+        max_tokens_per_row: Rows are cut after this many tokens.
+
+    Raises:
+        RegistryError: No such estimator.
+        TrainError: A reward is not finite.
+    """
+    mine = [each for group in groups for each in group.trajectories if each.policy == policy]
+    members = [each for each in mine if each.error is None]
+    numbers: dict[str, int] = {}
+    index = torch.tensor([numbers.setdefault(each.group_id, len(numbers)) for each in members], dtype=torch.int64)
+    rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
+    estimate = advantage_fn(config.advantage)
+    result = estimate(rewards, index, norm_by_std=config.norm_by_std, eps=config.std_eps)
+    dead = [bool(flag) for flag in result.dead]
+    rows: list[TrainRow] = []
+    cut = empty = 0
+    for number, trajectory in enumerate(members):
+        samples = to_samples(trajectory, max_tokens=max_tokens_per_row)
+        cut += samples.unowned_tokens
+        empty += samples.empty_leaves
+        if not (dead[number] and config.drop_zero_variance):
+            advantage = float(result.values[number])
+            rows += [TrainRow(sample, advantage, temperature=temperature) for sample in samples.rows]
+    metrics = _trajectory_metrics(members, dead)
+    metrics |= {
+        "batch/groups": float(result.groups),
+        "batch/dead_groups": float(result.dead_groups),
+        "batch/trajectories": float(len(members)),
+        "batch/failed": float(len(mine) - len(members) + sum(group.failed for group in groups)),
+        "batch/rows": float(len(rows)),
+        "batch/trained_tokens": float(sum(row.sample.trained_tokens for row in rows)),
+        "batch/tokens": float(sum(len(row.sample.input_ids) for row in rows)),
+        "batch/cut_tokens": float(cut),
+        "batch/empty_leaves": float(empty),
+    }
+    return Experience(rows, metrics)
+
+
+def weigh(rows: Sequence[TrainRow], mode: LossAggregation) -> tuple[list[TrainRow], float]:
+    """Return the rows of one optimizer step with their loss weights, and the normaliser of that step."""
+    weights, normalizer = loss_weights(
+        [row.sample.trained_tokens for row in rows], [row.sample.trajectory_id for row in rows], mode
+    )
+    return [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)], normalizer
+
+
+def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> dict[str, float]:
+    """Return means over trajectories, every trajectory counting once."""
+    count = max(1, len(members))
+    rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
+    named: defaultdict[str, float] = defaultdict(float)
+    for trajectory in members:
+        for _, name, value in trajectory.rewards:
+            named[name] += value
+    stops = Counter(trajectory.stop_reason.value for trajectory in members)
+    metrics = {
+        "rollout/turns": sum(sum(1 for _ in each.turns()) for each in members) / count,
+        "rollout/sampled_tokens": sum(each.sampled_tokens for each in members) / count,
+        "rollout/forks": sum(each.forks().total() for each in members) / count,
+    }
+    if members:
+        metrics |= {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std(correction=0)),
+            "reward/informative": 1.0 - sum(dead) / count,
+        }
+    metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(named.items())}
+    return metrics | {f"stop/{name}": number / count for name, number in sorted(stops.items())}

@@ -1,0 +1,187 @@
+"""Where metrics go: a file of JSON lines, and a live display for the person who waits.
+
+Owns: :class:`JSONLLogger`, :class:`LiveDisplay`, :func:`read_metrics`. Refuses: computing metrics.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from turnwise.errors import FormatError
+
+_SHOWN_STEPS = 8
+_TICKS = "▁▂▃▄▅▆▇█"
+
+
+class JSONLLogger:
+    """Appends one JSON object per line; each line is on its way to disk when :meth:`log` returns."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("ab")
+        if torn:
+            # A killed process left half a line; it must not swallow the next one.
+            self._file.write(b"\n")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a record. Values that are not finite become null."""
+        self._file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. Closing twice is no error."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file; a line that a killed process left half written is passed over.
+
+    A resumed run logs steps again; keep the later one of two with the same step.
+
+    Raises:
+        FormatError: Another line is no JSON object.
+    """
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.endswith(b"}"):
+            continue
+        try:
+            yield orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise FormatError(f"{path}:{number}: not JSON: {error}") from error
+
+
+class LiveDisplay:
+    """Shows how far a run is: a bar, the last steps as a table, and a curve of one metric.
+
+    On a terminal it redraws in place; elsewhere (a file, CI) it prints a line per step. A context manager.
+
+    Args:
+        title: What runs.
+        total: How many steps.
+        columns: Heading and metric of each column; a metric that a step lacks is left blank.
+        curve: Metric whose course is drawn beside the bar.
+        console: Where to; by default standard error, so that results on standard output stay alone.
+        done: Steps that were done before this process (a resumed run); they do not count for the time left.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        columns: Mapping[str, str],
+        *,
+        curve: str | None = None,
+        console: Console | None = None,
+        done: int = 0,
+    ) -> None:
+        self._title = title
+        self._columns = dict(columns)
+        self._curve = curve
+        self._console = console or Console(stderr=True)
+        self._rows: deque[list[str]] = deque(maxlen=_SHOWN_STEPS)
+        self._values: list[float] = []
+        self._first, self._total = done, total
+        self._started = time.monotonic()
+        self._status = ""
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done, left="")
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        self._started = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def status(self, text: str) -> None:
+        """Say what is being done now (``rollout``, ``update``, ``evaluation``)."""
+        self._status = text
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that ``step`` steps are done, with the metrics of the last one."""
+        cells = [str(step), *(_number(metrics.get(name)) for name in self._columns.values())]
+        self._rows.append(cells)
+        if self._curve is not None and self._curve in metrics:
+            self._values.append(metrics[self._curve])
+        self._progress.update(self._task, completed=step, left=self._time_left(step))
+        if self._live is not None:
+            self._live.update(self._render())
+        else:
+            named = "  ".join(f"{head} {cell}" for head, cell in zip(self._columns, cells[1:], strict=True) if cell)
+            line = f"{self._title} {step}/{self._total}  {named}  {self._time_left(step)}"
+            self._console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
+
+    def _time_left(self, step: int) -> str:
+        if step <= self._first:
+            return ""
+        left = (time.monotonic() - self._started) / (step - self._first) * (self._total - step)
+        return f"{int(left // 60)}:{int(left % 60):02d} left"
+
+    def _render(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(self._progress)
+        if self._values:
+            last = f"{self._values[-1]:.3f}"
+            grid.add_row(f"{self._curve} {sparkline(self._values)} {last}")
+        if self._rows:
+            table = Table("step", *self._columns, box=None, padding=(0, 1), header_style="bold")
+            for cells in self._rows:
+                table.add_row(*cells)
+            grid.add_row(table)
+        if self._status:
+            grid.add_row(f"[dim]{self._status}[/dim]")
+        return grid
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """Return values as a curve of block characters, averaged down to ``width``."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    size = max(1, math.ceil(len(finite) / width))
+    means = [sum(part) / len(part) for part in (finite[n : n + size] for n in range(0, len(finite), size))]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_TICKS[min(len(_TICKS) - 1, int((value - low) / span * len(_TICKS)))] for value in means)
+
+
+def _number(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return ""
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"

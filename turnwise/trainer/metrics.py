@@ -1,0 +1,100 @@
+"""The names of what is logged, and how the updates of a step become one set of values.
+
+Owns: :data:`METRICS` (what the trainer's rooms log, with its meaning) and the helpers that combine values. Refuses:
+writing them anywhere (``loggers.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from turnwise.trainer.learner import Stats, StepResult
+
+METRICS: dict[str, str] = {
+    "reward/mean": "mean reward of the trajectories of the step",
+    "reward/std": "standard deviation of their rewards",
+    "reward/informative": "share of trajectories whose group has rewards that differ",
+    "reward/by_name/*": "sum of the reward events of one name, per trajectory",
+    "stop/*": "share of trajectories with this stop reason",
+    "rollout/turns": "model calls per trajectory",
+    "rollout/sampled_tokens": "sampled tokens per trajectory",
+    "rollout/forks": "forks per trajectory",
+    "batch/groups": "groups compared (sessions of different names count apart)",
+    "batch/dead_groups": "groups without differences, or of one member: they teach nothing",
+    "batch/trajectories": "trajectories without an error",
+    "batch/failed": "members and trajectories that an error ended",
+    "batch/rows": "rows trained",
+    "batch/trained_tokens": "sampled tokens trained",
+    "batch/tokens": "tokens of the rows, context included",
+    "batch/cut_tokens": "sampled tokens that batch.max_tokens_per_row cut off",
+    "batch/empty_leaves": "leaves that own no sampled token",
+    "replay/wait_s": "seconds that the trainer waited for rollouts",
+    "replay/left": "finished groups that wait",
+    "replay/failed": "members of the batch's groups that an error ended",
+    "train/loss": "loss, mean over the step's updates weighted by tokens",
+    "train/tokens": "trained tokens, counted once per epoch",
+    "train/ratio": "mean probability ratio, trained over old policy",
+    "train/ratio_max": "largest probability ratio",
+    "train/approx_kl": "k3 estimate of KL(old || trained)",
+    "train/clip_fraction": "share of tokens whose gradient the clip range cut off",
+    "train/dual_clip_fraction": "share of tokens whose gradient dual_clip cut off",
+    "train/entropy": "mean entropy of the distributions that trained tokens were drawn from, in nats",
+    "train/nll": "mean negative log-likelihood of the trained tokens, in nats",
+    "train/grad_norm": "global gradient norm before clipping, mean over the updates that changed the weights",
+    "train/updates": "optimizer steps that changed the weights",
+    "train/skipped_updates": "optimizer steps left out (no gradient, or none that is finite)",
+    "lr/*": "learning rate of an optimizer in the last update",
+    "gap/mean": "mean |trainer - rollout| of the log-probabilities before the first update of the step",
+    "gap/max": "largest |trainer - rollout| of these",
+    "gap/kl": "k3 estimate of KL(rollout || trainer) from the same tokens",
+    "time/*": "seconds of a part of the step, or tokens per second",
+}
+"""Name (``*`` stands for any ending) and meaning of what the trainer logs."""
+
+_GAP = {"gap_abs": "gap/mean", "gap_max": "gap/max", "gap_kl": "gap/kl"}
+
+
+def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, float]:
+    """Combine the updates of a train step into what is logged.
+
+    Means (the loss among them) are weighted by trained tokens, maxima are the largest. The gap between trainer and
+    rollout is taken from the first update alone: later ones have other weights than those that sampled.
+
+    Args:
+        updates: Per optimizer step, what its passes found and what it did, in order.
+    """
+    done = [result for _, result in updates if result.skipped is None]
+    tokens = sum(stats.tokens for stats, _ in updates)
+    metrics = {
+        "train/tokens": float(tokens),
+        "train/updates": float(len(done)),
+        "train/skipped_updates": float(len(updates) - len(done)),
+    }
+    if done:
+        metrics["train/grad_norm"] = math.fsum(result.grad_norm for result in done) / len(done)
+    if updates:
+        metrics |= {f"lr/{name}": rate for name, rate in updates[-1][1].learning_rates.items()}
+    trained = [stats for stats, _ in updates if stats.tokens]
+    for number, stats in enumerate(trained):
+        for name, value in {"loss": stats.loss, **stats.means}.items():
+            if name not in _GAP:
+                metrics[f"train/{name}"] = metrics.get(f"train/{name}", 0.0) + value * stats.tokens / tokens
+        for name, value in stats.maxima.items():
+            if name not in _GAP:
+                metrics[f"train/{name}"] = max(metrics.get(f"train/{name}", value), value)
+        if number == 0:
+            found = {**stats.means, **stats.maxima}
+            metrics |= {shown: found[name] for name, shown in _GAP.items() if name in found}
+    return metrics
+
+
+def meaning(name: str) -> str | None:
+    """Return what a logged name means, or None where nothing documents it."""
+    exact = METRICS.get(name)
+    return METRICS.get(name.rpartition("/")[0] + "/*") if exact is None else exact
+
+
+def checked(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as plain floats without those that are not finite, which JSON cannot hold."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

@@ -1,0 +1,189 @@
+"""From training rows to packed micro-batches.
+
+Owns: :class:`TrainRow`, :class:`MicroBatch`, :func:`pack` and :func:`minibatches`. Refuses: padding (a micro-batch is
+``[1, T]`` with segments, nothing else exists) and any decision about advantages or weights; rows bring theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from turnwise.errors import TrainError
+from turnwise.trajectory import TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """A sample and what the step decided about it.
+
+    Attributes:
+        sample: The ids, the mask and what the rollout recorded.
+        advantage: One number for all its trained tokens, or float32 of shape [tokens]. 0 where a loss reads none.
+        weight: Loss weight of each of its trained tokens (see ``losses.loss_weights``).
+        temperature: What the logits were divided by when it was sampled; 0 (greedy) counts as 1.
+    """
+
+    sample: TrainSample
+    advantage: float | npt.NDArray[np.float32] = 0.0
+    weight: float = 1.0
+    temperature: float = 1.0
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Rows laid end to end. Everything per token has shape [1, T].
+
+    Attributes:
+        input_ids: int64.
+        position_ids: int64, starting again at 0 in each segment.
+        segments: (start, length, parent) of each row; parent is the segment whose ids come before, -1 for none.
+        loss_mask: bool, true on the tokens that are trained.
+        rollout_logprobs: float32, what the inference server reported; 0 on tokens that were not sampled.
+        advantages: float32; 0 on tokens that are not trained.
+        weights: float32, loss weight per token; 0 on tokens that are not trained.
+        temperatures: float32, the divisor of the logits that predict the token (never 0).
+        targets: int64 of shape [N], where ``loss_mask`` is true: positions in [0, T) of the trained tokens.
+        rows: For each segment the index of its row in what was packed.
+        old_logprobs: float32 of shape [N], log-probabilities that the ratio of a policy loss divides by; None means
+            those of the forward pass itself (the ratio is then exactly 1).
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segments: tuple[tuple[int, int, int], ...]
+    loss_mask: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    temperatures: Tensor
+    targets: Tensor
+    rows: tuple[int, ...]
+    old_logprobs: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the forward pass sees."""
+        return self.input_ids.shape[1]
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens are trained."""
+        return self.targets.shape[0]
+
+    def at_targets(self, values: Tensor) -> Tensor:
+        """Return the elements of a [1, T] tensor at the trained tokens, shape [N]."""
+        return values[0, self.targets]
+
+
+def pack(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
+    """Lay rows into micro-batches of at most ``max_tokens`` tokens.
+
+    First-fit over rows sorted by length, longest first (equal lengths keep their order), so the result depends on the
+    rows alone. Rows without a trained token are left out: nothing would read them. A row longer than the budget gets
+    a micro-batch of its own.
+
+    Args:
+        rows: What to pack.
+        max_tokens: Token budget of a micro-batch.
+
+    Raises:
+        TrainError: The budget is below 1, or a row cannot be trained (its message names the row and the field).
+    """
+    if max_tokens < 1:
+        raise TrainError(f"max_tokens_per_micro_batch is {max_tokens}; it must be at least 1")
+    for index, row in enumerate(rows):
+        _check(index, row)
+    lengths = [len(row.sample.input_ids) for row in rows]
+    trained = [index for index, row in enumerate(rows) if row.sample.trained_tokens]
+    bins: list[list[int]] = []
+    room: list[int] = []
+    first_open = 0
+    for index in sorted(trained, key=lambda i: -lengths[i]):
+        number = next((n for n in range(first_open, len(bins)) if room[n] >= lengths[index]), len(bins))
+        if number == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[number].append(index)
+        room[number] -= lengths[index]
+        # Lengths only fall from here on, so full bins at the front need no second look.
+        while first_open < len(bins) and room[first_open] <= 0:
+            first_open += 1
+    return [_lay(rows, members) for members in bins]
+
+
+def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[TrainRow]]:
+    """Split the rows of a step into ``count`` parts for as many optimizer steps.
+
+    Rows of one trajectory stay together. Trajectories are shuffled by ``seed`` and dealt out one after the other;
+    with ``count`` 1 the rows come back in their order.
+
+    Raises:
+        TrainError: ``count`` is below 1.
+    """
+    if count < 1:
+        raise TrainError(f"minibatches is {count}; it must be at least 1")
+    if count == 1:
+        return [list(rows)]
+    by_trajectory: dict[str, list[TrainRow]] = {}
+    for row in rows:
+        by_trajectory.setdefault(row.sample.trajectory_id, []).append(row)
+    names = list(by_trajectory)
+    np.random.default_rng(seed).shuffle(names)
+    parts: list[list[TrainRow]] = [[] for _ in range(min(count, len(names)))]
+    for number, name in enumerate(names):
+        parts[number % len(parts)].extend(by_trajectory[name])
+    return parts
+
+
+def _check(index: int, row: TrainRow) -> None:
+    sample = row.sample
+    where = f"row {index} (trajectory {sample.trajectory_id})"
+    length = len(sample.input_ids)
+    if length == 0:
+        raise TrainError(f"{where} has no tokens")
+    for name, values in (("loss_mask", sample.loss_mask), ("rollout_logprobs", sample.rollout_logprobs)):
+        if len(values) != length:
+            raise TrainError(f"{where}: {name} has {len(values)} elements for {length} input_ids")
+    if sample.media:
+        raise TrainError(f"{where} holds {sample.media[0].kind}; this trainer places text only")
+    if sample.loss_mask[0]:
+        raise TrainError(f"{where}: loss_mask[0] is true, but nothing stands before the first token to predict it from")
+    if isinstance(row.advantage, np.ndarray) and row.advantage.shape != (length,):
+        raise TrainError(f"{where}: advantage has shape {row.advantage.shape} for {length} input_ids")
+    if not np.isfinite(row.advantage).all() or not np.isfinite(row.weight):
+        raise TrainError(f"{where}: advantage or weight is not finite; look at the rewards of its group")
+    if not (np.isfinite(row.temperature) and row.temperature >= 0):
+        raise TrainError(f"{where}: temperature is {row.temperature}; it must be 0 or more")
+
+
+def _lay(rows: Sequence[TrainRow], members: Sequence[int]) -> MicroBatch:
+    chosen = [rows[index] for index in members]
+    lengths = [len(row.sample.input_ids) for row in chosen]
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
+    mask = np.concatenate([row.sample.loss_mask for row in chosen])
+
+    def spread(values: Sequence[float | npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        full = [np.broadcast_to(np.asarray(v, np.float32), (n,)) for v, n in zip(values, lengths, strict=True)]
+        return np.concatenate(full)
+
+    def tensor(values: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values))[None]
+
+    return MicroBatch(
+        input_ids=tensor(np.concatenate([row.sample.input_ids for row in chosen]).astype(np.int64)),
+        position_ids=tensor(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])),
+        segments=tuple((start, length, -1) for start, length in zip(starts, lengths, strict=True)),
+        loss_mask=tensor(mask),
+        rollout_logprobs=tensor(spread([row.sample.rollout_logprobs for row in chosen])),
+        advantages=tensor(np.where(mask, spread([row.advantage for row in chosen]), np.float32(0))),
+        weights=tensor(np.where(mask, spread([row.weight for row in chosen]), np.float32(0))),
+        temperatures=tensor(spread([row.temperature or 1.0 for row in chosen])),
+        targets=torch.from_numpy(np.flatnonzero(mask)),
+        rows=tuple(members),
+    )

@@ -1,0 +1,314 @@
+"""A causal language model that scores packed rows.
+
+Owns: :class:`Policy` (log-probabilities of the next token at the trained positions, weights by name, saving in Hugging
+Face format) and :func:`load_model`. Refuses: losses and optimizers, models whose packed forward is not proven equal to
+their plain one, and padding.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody reads
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from turnwise.errors import CheckpointError, MissingExtraError, TrainError
+from turnwise.trainer.attention import ATTENTION, LAYOUT_ARGUMENT, PackedLayout, packed_attention
+from turnwise.trainer.packing import MicroBatch
+
+try:
+    from safetensors import SafetensorError
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+    from transformers.utils.hub import cached_file
+except ImportError as error:
+    raise MissingExtraError("transformers", "train", "training a model") from error
+
+
+ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
+
+# Logits are held for this many (token, vocabulary) pairs at once: 64 MiB in float32.
+_LOGITS_AT_ONCE = 1 << 24
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# What makes a checkpoint usable without the original: tokenizer, chat template, and our own note of the format.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "turnwise_format.json",
+)
+
+AttentionInterface.register(ATTENTION, packed_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a forward pass says of the trained tokens.
+
+    Attributes:
+        logprobs: float32 of shape [N]: log-probability of each token under the logits divided by its temperature.
+        entropy: float32 of shape [N], of that distribution in nats, or None where it was not asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+
+
+class Policy:
+    """A Hugging Face causal language model with packed forward passes. Dropout is off."""
+
+    def __init__(self, model: Any, *, source: str, compute_dtype: ComputeDtype = "float32") -> None:
+        """Wrap a model whose packed forward was proven (:func:`load_model` does both).
+
+        Args:
+            model: The model, its parameters in float32.
+            source: Directory or hub name that it came from; tokenizer files are copied from there when saving.
+            compute_dtype: What matrix products are computed in. Parameters stay float32.
+        """
+        self.model = model
+        self.source = source
+        self.compute_dtype = compute_dtype
+        self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        device: torch.device = self.model.get_output_embeddings().weight.device
+        return device
+
+    def forward(self, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
+        """Score the trained tokens of a micro-batch.
+
+        Logits are computed for the trained tokens only, and never for more than a fixed number of (token, vocabulary)
+        pairs at once; beyond that they are recomputed in the backward pass.
+
+        Args:
+            batch: What to score; tensors may live on another device.
+            entropy: Whether the entropy is returned too.
+
+        Raises:
+            TrainError: An id that the vocabulary does not have, or segments with a parent.
+        """
+        lowest, highest = (int(end) for end in batch.input_ids.aminmax())
+        if lowest < 0 or highest >= self.vocab_size:
+            raise TrainError(
+                f"a row holds the id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
+                f"{self.vocab_size} entries: the rollout used another tokenizer than this model's"
+            )
+        device = self.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16"):
+            hidden = self._hidden(batch, device)
+            targets = batch.targets.to(device)
+            # The token at position t is predicted by the state at t - 1; packing guarantees t >= 1 in its segment.
+            states = hidden[0].index_select(0, targets - 1)
+            ids = batch.input_ids[0].to(device).index_select(0, targets)
+            temperatures = batch.temperatures[0].to(device).index_select(0, targets)
+            return self._score(states, ids, temperatures, entropy)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.
+
+        Names are those of the Hugging Face model's own state dict.
+        """
+        seen: set[int] = set()
+        state: dict[str, Tensor] = self.model.state_dict()
+        for name, tensor in state.items():
+            if tensor.data_ptr() in seen and tensor.numel():
+                continue
+            seen.add(tensor.data_ptr())
+            yield name, tensor.detach()
+
+    def save_hf(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+        """Write the model in Hugging Face format, with the tokenizer files and chat template it came with.
+
+        Args:
+            directory: Where to; made if missing.
+            extra: Called with the directory at the end, to add files (``turnwise_format.json``).
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        with _no_progress_bars():
+            self.model.save_pretrained(directory)
+        copy_companions(self.source, directory)
+        if extra is not None:
+            extra(directory)
+
+    def _hidden(self, batch: MicroBatch, device: torch.device) -> Tensor:
+        layout = PackedLayout.of(batch.segments, device)
+        output = self.model.get_decoder()(
+            input_ids=batch.input_ids.to(device),
+            position_ids=batch.position_ids.to(device),
+            use_cache=False,
+            **{LAYOUT_ARGUMENT: layout},
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def _score(self, states: Tensor, ids: Tensor, temperatures: Tensor, entropy: bool) -> TokenScores:
+        rows = max(1, _LOGITS_AT_ONCE // self.vocab_size)
+        if states.shape[0] <= rows:
+            logprobs, entropies = self._score_chunk(states, ids, temperatures, entropy)
+        else:
+            parts = [
+                checkpoint(self._score_chunk, chunk[0], chunk[1], chunk[2], entropy, use_reentrant=False)
+                if torch.is_grad_enabled()
+                else self._score_chunk(chunk[0], chunk[1], chunk[2], entropy)
+                for chunk in zip(*(torch.split(each, rows) for each in (states, ids, temperatures)), strict=True)
+            ]
+            logprobs, entropies = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return TokenScores(logprobs, entropies if entropy else None)
+
+    def _score_chunk(self, states: Tensor, ids: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        logits = final_logits(self.model, states).float() / temperatures[:, None]
+        logs = F.log_softmax(logits, dim=-1)
+        chosen = logs.gather(1, ids[:, None])[:, 0]
+        return chosen, -(logs.exp() * logs).sum(-1) if entropy else logs.new_zeros(0)
+
+
+def final_logits(model: Any, states: Tensor) -> Tensor:
+    """Return the logits of last hidden states, shape [..., hidden] -> [..., vocabulary].
+
+    What some families do after the output matrix is decided by their configuration's keys and proven by
+    :func:`load_model`.
+    """
+    logits: Tensor = model.get_output_embeddings()(states)
+    config = model.config.get_text_config().to_dict()
+    if (cap := config.get("final_logit_softcapping")) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    if (divisor := config.get("logits_scaling")) is not None:
+        logits = logits / divisor
+    if (factor := config.get("logit_scale")) is not None:
+        logits = logits * factor
+    return logits
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    compute_dtype: ComputeDtype = "float32",
+    gradient_checkpointing: bool = False,
+) -> Policy:
+    """Load a Hugging Face causal language model and prove that its packed forward equals its plain one.
+
+    Args:
+        path: Directory or hub name.
+        device: Where to put it.
+        compute_dtype: What matrix products are computed in; parameters are float32.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+
+    Raises:
+        TrainError: No model can be loaded from there, or it cannot be trained packed.
+    """
+    try:
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise TrainError(
+            f"model.path is {str(path)!r}: no causal language model can be loaded from it: {error}"
+        ) from error
+    model = model.to(device).eval()
+    check_packable(model)
+    if gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise TrainError(f"model.gradient_checkpointing is true, but {type(model).__name__} does not support it")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Transformers checkpoints in training mode only; dropout has to stay off.
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+    return Policy(model, source=str(path), compute_dtype=compute_dtype)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars out of the run's own display."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def check_packable(model: Any) -> None:
+    """Switch a model to packed attention and prove it: two segments packed give the logits of each alone.
+
+    The reference is the model's own forward, one sequence at a time, with its own attention. Layers that carry state
+    from token to token (state-space, linear attention) fail here.
+
+    Raises:
+        TrainError: The model cannot be switched, or the logits differ.
+    """
+    name = type(model).__name__
+    kinds = set(model.config.get_text_config().to_dict().get("layer_types") or ()) - _LAYER_TYPES
+    if kinds:
+        raise TrainError(f"{name} has layers of type {', '.join(sorted(kinds))}: they cannot be trained packed")
+    device = next(iter(model.parameters())).device
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    lengths = [5, 3]
+    ids = (torch.arange(sum(lengths), device=device) * 7919 + 1).remainder(vocabulary)
+    with torch.no_grad():
+        plain = [model(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
+        model.set_attn_implementation(ATTENTION)
+        if model.config.get_text_config()._attn_implementation != ATTENTION:
+            raise TrainError(f"{name} does not take its attention from transformers.AttentionInterface")
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        layout = PackedLayout.of(((0, 5, -1), (5, 3, -1)), device)
+        output = model.get_decoder()(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
+        )
+        packed = final_logits(model, output.last_hidden_state[0])
+    reference = torch.cat(plain)
+    difference = float((packed - reference).abs().max())
+    scale = float(reference.abs().max())
+    if not difference <= 1e-3 * max(1.0, scale):
+        raise TrainError(
+            f"{name}: packed logits differ from the model's own by {difference:.3g} (largest logit {scale:.3g}), "
+            "so segments see each other or something stands behind the output matrix that is not known here"
+        )
+
+
+def copy_companions(source: str, directory: Path) -> None:
+    """Copy tokenizer files and chat template from a model directory or a hub name's cache, where they exist."""
+    for name in _COMPANIONS:
+        if Path(source).is_dir():
+            found: str | None = str(Path(source) / name)
+        else:
+            found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None and Path(found).is_file() and Path(found).resolve() != (directory / name).resolve():
+            shutil.copyfile(found, directory / name)
+
+
+def load_weights(policy: Policy, directory: Path) -> None:
+    """Overwrite a policy's parameters with those of a saved one.
+
+    Raises:
+        CheckpointError: There is no model, or it is another one.
+    """
+    for name in ("config.json", "model.safetensors"):
+        if not any(directory.glob(name.replace(".safetensors", "*.safetensors"))):
+            raise CheckpointError(f"checkpoint {directory} lacks {name}")
+    try:
+        with _no_progress_bars():
+            saved = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        policy.model.load_state_dict(saved.state_dict())
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {directory} holds no weights for this model: {error}") from error

@@ -1,0 +1,40 @@
+"""The contract of weight writers.
+
+Owns: :class:`WeightWriter`. Refuses: any implementation, and pausing servers, which the loops decide.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from turnwise.inference.core import Replica, WeightManifest
+
+
+class WeightWriter(ABC):
+    """Brings a version of the weights to all replicas."""
+
+    @abstractmethod
+    async def sync(
+        self, tensors: Iterable[tuple[str, Tensor]], replicas: Sequence[Replica], version: int
+    ) -> WeightManifest:
+        """Write the weights and have every replica load them.
+
+        Args:
+            tensors: (Hugging Face name, tensor), read while this runs.
+            replicas: Who loads them.
+            version: What they report from then on.
+
+        Returns:
+            The manifest; what it names stays readable until the next ``sync`` has succeeded.
+
+        Raises:
+            InferenceError: A replica did not load them.
+            TrainError: The weights cannot be written.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what was written. Closing twice is no error."""

@@ -1,0 +1,80 @@
+"""Weights for servers on the same machine, through a file in shared memory.
+
+Owns: :class:`SharedMemoryWriter` and the lifetime of its directory. Refuses: the file's format, which is
+``inference/weights.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from turnwise.errors import InferenceError, TrainError
+from turnwise.inference.core import Replica, WeightManifest
+from turnwise.inference.weights import weights_directory, write_weights
+from turnwise.trainer.weight_sync.core import WeightWriter
+
+_NAME = "weights-{pid}"
+
+
+class SharedMemoryWriter(WeightWriter):
+    """Writes each version to a file in shared memory, where the newest two versions stay.
+
+    Attributes:
+        directory: Where the files lie; removed by :meth:`close`, or by the next writer on this machine if this process
+            is killed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.directory = weights_directory(_NAME.format(pid=os.getpid()))
+        except OSError as error:
+            raise TrainError(f"no directory for weights can be made: {error}") from error
+        _remove_orphans(self.directory.parent)
+
+    async def sync(
+        self, tensors: Iterable[tuple[str, Tensor]], replicas: Sequence[Replica], version: int
+    ) -> WeightManifest:
+        """Write the weights and have every replica load them.
+
+        Raises:
+            InferenceError: A replica did not load them, or serves another version.
+            TrainError: The file cannot be written.
+        """
+        try:
+            manifest = await asyncio.to_thread(write_weights, tensors, self.directory, version)
+        except OSError as error:
+            raise TrainError(
+                f"weights of version {version} cannot be written to {self.directory}: {error}; "
+                "there has to be room for the weights three times"
+            ) from error
+        served = await asyncio.gather(*(replica.update_weights(manifest) for replica in replicas))
+        for replica, answer in zip(replicas, served, strict=True):
+            if answer != version:
+                raise InferenceError(f"{replica.url} serves weight version {answer} after an update to {version}")
+        return manifest
+
+    def close(self) -> None:
+        """Remove the directory. Closing twice is no error."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _remove_orphans(root: Path) -> None:
+    """Remove what killed processes left: shared memory is not freed by their death."""
+    before, after = f"turnwise-{_NAME}-*".split("{pid}")
+    for directory in root.glob(f"{before}*{after}"):
+        owner = directory.name.removeprefix(before).partition("-")[0]
+        if not owner.isdecimal():
+            continue
+        try:
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            shutil.rmtree(directory, ignore_errors=True)
+        except PermissionError:
+            # Somebody else's process is alive under this number.
+            continue
