@@ -30,7 +30,7 @@ from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,16 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
 
     Raises:
         ConfigError: Something of the configuration cannot be used; nothing was started.
-        TurnwiseError: What went wrong.
+        TurnwiseError: What went wrong; also where no episode at all ended without an error.
     """
     console = console or Console()
     tasks = load_eval_tasks(config)
     folder = _folder(config)
-    result = asyncio.run(_evaluate(config, tasks, folder, console))
+    errors: list[str] = []
+    result = asyncio.run(_evaluate(config, tasks, folder, console, errors))
     result.write(folder)
+    if not any(summary.success.episodes for summary in result.parts.values()):
+        raise InferenceError(f"every episode ended in an error, so there are no figures; the last one: {errors[-1]}")
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
     return result
@@ -81,7 +84,10 @@ def _folder(config: EvalConfig) -> Path:
     return folder
 
 
-async def _evaluate(config: EvalConfig, tasks: list[Task], folder: Path, console: Console) -> EvalResult:
+async def _evaluate(
+    config: EvalConfig, tasks: list[Task], folder: Path, console: Console, errors: list[str]
+) -> EvalResult:
+    """Evaluate and return the figures; ``errors`` gets what ended episodes."""
     renderer = config.renderer.load(config.model)
     described = renderer.describe()
     console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
@@ -94,7 +100,13 @@ async def _evaluate(config: EvalConfig, tasks: list[Task], folder: Path, console
         stack.push_async_callback(client.close)
         writer = TrajectoryWriter(folder / "trajectories.jsonl")
         stack.callback(writer.close)
-        parts = RolloutParts(renderer, write=writer.write, recover=model.recover)
+
+        def write(trajectory: Trajectory) -> None:
+            writer.write(trajectory)
+            if trajectory.error is not None:
+                errors.append(trajectory.error)
+
+        parts = RolloutParts(renderer, write=write, recover=model.recover)
         producer = await RolloutProducer.create(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
         return await _watched(producer, config, tasks, console)

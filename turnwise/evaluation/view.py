@@ -24,6 +24,9 @@ from turnwise.trajectory import Segment, Trajectory
 
 _STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _FILE = "trajectories.jsonl"
+# What a model sampled may hold the control codes of a terminal: they are shown, not obeyed.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,21 +169,25 @@ def _message(message: Mapping[str, Any], segment: Segment) -> Text:
             text.append("  cut off", style="red")
     body = Text()
     if message.get("reasoning_content"):
-        body.append(f"\n{message['reasoning_content']}", style="dim italic")
+        body.append(f"\n{_safe(message['reasoning_content'])}", style="dim italic")
     if message.get("content"):
         body.append(f"\n{_content(message['content'])}")
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments")
         written = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        body.append(f"\n→ {function.get('name')}({written})", style="bold yellow")
+        body.append(_safe(f"\n→ {function.get('name')}({written})"), style="bold yellow")
     return text.append_text(body)
 
 
 def _content(content: Any) -> str:
     if isinstance(content, str):
-        return content
-    return "".join(part.get("text", f"[{part.get('type')}]") for part in content)
+        return _safe(content)
+    return _safe("".join(part.get("text", f"[{part.get('type')}]") for part in content))
+
+
+def _safe(text: Any) -> str:
+    return str(text).translate(_CONTROLS)
 
 
 def _ids(segment: Segment) -> Text:

@@ -14,7 +14,6 @@ class InferenceConfig(BaseModel):
     """How a model is served.
 
     Attributes:
-        backend: Which server is launched (see ``inference/backends.py``).
         replicas: How many servers share the requests.
         dtype: ``auto`` takes the checkpoint's.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
@@ -35,7 +34,6 @@ class InferenceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    backend: Literal["builtin"] = "builtin"
     replicas: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")

@@ -19,8 +19,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,52 +29,14 @@ from tokenizers import Tokenizer
 
 from turnwise.inference.causal_lm import CausalLM
 from turnwise.inference.generation import Generation, Output, StopStrings
-from turnwise.inference.kv import ACTIVE, RETAINED, KVCache
-from turnwise.inference.sampling import RowParams, sample, seed_key, uniforms
+from turnwise.inference.kv import RETAINED, KVCache
+from turnwise.inference.sampling import sample
+from turnwise.inference.slots import WORTH_SHARING, Found, Prefixes, SlotTable
+from turnwise.inference.stats import EngineStats
 from turnwise.inference.steps import Step, arrange, build_step
 from turnwise.types import FinishReason
 
 ResultT = TypeVar("ResultT")
-
-_WORTH_SHARING = 8
-"""A shared prefix of fewer tokens is read again rather than copied."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What an engine has done and is doing.
-
-    Attributes:
-        requests: Requests that ended, in any way.
-        prefilled_tokens: Tokens of prompts that were run (again, after a weight update or for want of memory).
-        reused_tokens: Tokens of prompts whose keys and values were there.
-        generated_tokens: Sampled ids.
-        steps: Forward passes.
-        preemptions: Times that a sequence gave its memory up to an older one.
-        running: Sequences that hold memory and run.
-        waiting: Requests that wait for memory, a place or a shared prompt.
-        retained: Prefixes kept.
-        kv_tokens: Tokens that memory is allocated for.
-        weight_version: Version in use.
-        paused: Whether nothing is sampled.
-    """
-
-    requests: int = 0
-    prefilled_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    running: int = 0
-    waiting: int = 0
-    retained: int = 0
-    kv_tokens: int = 0
-    weight_version: int = 0
-    paused: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields by name."""
-        return asdict(self)
 
 
 class Engine:
@@ -123,22 +85,14 @@ class Engine:
         self._max_batch_tokens = max_batch_tokens
         self._prefix_cache = prefix_cache
         self._tokenizer = tokenizer
-        slots = max_seqs + min(4096, max(max_seqs, kv_tokens // 256))
+        # As many prefixes as sequences: more would only grow colder.
+        slots = 2 * max_seqs
         self._cache = KVCache(
             model.geometry, model.dtype, model.device, slots=slots, longest=self.max_context, budget=kv_tokens
         )
+        self._table = SlotTable(slots, self._cache.ids.shape[1])
+        self._prefixes = Prefixes(self._cache)
         self._generations: list[Generation | None] = [None] * slots
-        self._logprobs = np.zeros((slots, self.max_context), dtype=np.float32)
-        self._temperature = np.ones(slots, dtype=np.float32)
-        self._top_p = np.ones(slots, dtype=np.float32)
-        self._top_k = np.zeros(slots, dtype=np.int64)
-        self._min_p = np.zeros(slots, dtype=np.float32)
-        self._keys = np.zeros(slots, dtype=np.uint64)
-        self._limit = np.zeros(slots, dtype=np.int64)
-        self._prompt_end = np.zeros(slots, dtype=np.int64)
-        self._stop_ids = np.full((slots, 4), -1, dtype=np.int64)
-        self._session_of: list[str] = [""] * slots
-        self._slot_of_session: dict[str, int] = {}
         self._waiting: deque[Generation] = deque()
         self._running = np.zeros(0, dtype=np.int64)
         self._watched: set[int] = set()
@@ -289,16 +243,20 @@ class Engine:
             if self._leader_reads(generation):
                 held.append(generation)
                 continue
-            source, shared = None, 0
+            found = Found()
             if self._prefix_cache:
-                source, shared, defer = self._find_prefix(generation)
-                if defer:
-                    held.append(generation)
-                    continue
-            slot = self._place(generation.tokens, source, shared)
-            if slot is None:
+                found = self._prefixes.find(generation.tokens, generation.session_id)
+            if found.wait_for is not None:
+                generation.leader = (found.wait_for, self._occupant(found.wait_for).id, found.tokens)
+                held.append(generation)
+                continue
+            alone = not len(self._running) and not admitted
+            placed = self._prefixes.place(generation.tokens, found, alone=alone)
+            if placed is None:
                 self._waiting.appendleft(generation)
                 break
+            slot, shared = placed
+            self.stats.reused_tokens += shared
             self._occupy(slot, generation)
             admitted.append(slot)
         self._waiting.extendleft(reversed(held))
@@ -317,81 +275,14 @@ class Engine:
         generation.leader = None
         return False
 
-    def _find_prefix(self, generation: Generation) -> tuple[int | None, int, bool]:
-        """Find the slot that shares most with a request.
-
-        Returns:
-            The slot or None, how many tokens can be taken from it, and whether to wait since a sequence that runs
-            is about to have read more.
-        """
-        cache, tokens = self._cache, generation.tokens
-        most = len(tokens) - 1
-        own = self._slot_of_session.get(generation.session_id) if generation.session_id else None
-        if own is not None and cache.state[own] == RETAINED:
-            cached = int(cache.cached[own])
-            if _WORTH_SHARING <= cached <= most and np.array_equal(cache.ids[own, :cached], tokens[:cached]):
-                return own, cached, False
-        shared = np.minimum(cache.shared_prefixes(tokens), most)
-        if not len(shared):
-            return None, 0, False
-        ready = np.minimum(shared, cache.cached[: len(shared)])
-        best, leader = int(ready.argmax()), int(shared.argmax())
-        if shared[leader] - ready[best] >= _WORTH_SHARING and cache.state[leader] == ACTIVE:
-            generation.leader = (leader, self._occupant(leader).id, int(shared[leader]))
-            return None, 0, True
-        if ready[best] < _WORTH_SHARING:
-            return None, 0, False
-        return best, int(ready[best]), False
-
-    def _place(self, tokens: npt.NDArray[np.int32], source: int | None, shared: int) -> int | None:
-        """Give a request a slot: the prefix's own where nothing of it is lost, else a new one with a copy."""
-        cache = self._cache
-        if source is None:
-            return cache.take(tokens)
-        retained = cache.state[source] == RETAINED
-        whole = retained and cache.cached[source] <= shared
-        if whole and cache.reuse(source, tokens, shared):
-            self.stats.reused_tokens += shared
-            return source
-        slot = cache.take(tokens, source=source)
-        if slot is not None:
-            cache.share(slot, source, shared)
-            self.stats.reused_tokens += shared
-            return slot
-        if not retained or len(self._running):
-            return None
-        # Nothing runs that could end: the prefix itself is the memory that is wanted.
-        cache.release(source)
-        return cache.take(tokens)
-
     def _occupy(self, slot: int, generation: Generation) -> None:
-        params, cache = generation.params, self._cache
         self._generations[slot] = generation
         if generation.cached < 0:
-            generation.cached = int(cache.cached[slot])
-        start, stop = len(generation.prompt), len(generation.tokens)
-        self._logprobs[slot, start:stop] = generation.logprobs
-        self._temperature[slot] = params.temperature
-        self._top_p[slot], self._top_k[slot], self._min_p[slot] = params.top_p, params.top_k, params.min_p
-        self._keys[slot] = seed_key(params.seed or 0)
-        limit = self.max_context if params.max_tokens is None else start + params.max_tokens
-        self._limit[slot] = min(limit, self.max_context)
-        self._prompt_end[slot] = stop
-        ends = list(params.stop_token_ids) if params.ignore_eos else [*params.stop_token_ids, *self.model.eos_ids]
-        if len(ends) > self._stop_ids.shape[1]:
-            wider = np.full((len(self._generations), len(ends)), -1, dtype=np.int64)
-            wider[:, : self._stop_ids.shape[1]] = self._stop_ids
-            self._stop_ids = wider
-        self._stop_ids[slot] = -1
-        self._stop_ids[slot, : len(ends)] = ends
+            generation.cached = int(self._cache.cached[slot])
+        self._table.occupy(slot, generation, eos_ids=self.model.eos_ids, max_context=self.max_context)
+        self._prefixes.remember(slot, generation.session_id)
         if generation.stream or generation.stops is not None:
             self._watched.add(slot)
-        before = self._session_of[slot]
-        if before and self._slot_of_session.get(before) == slot:
-            del self._slot_of_session[before]
-        self._session_of[slot] = generation.session_id
-        if generation.session_id:
-            self._slot_of_session[generation.session_id] = slot
 
     # -- steps
 
@@ -427,22 +318,21 @@ class Engine:
         """Sample, write down, and end what has come to its end."""
         cache, stats, slots = self._cache, self.stats, step.sampling
         stats.steps += 1
-        read = np.clip(self._prompt_end[step.slots] - cache.cached[step.slots], 0, step.sizes)
+        read = np.clip(self._table.prompt_end[step.slots] - cache.cached[step.slots], 0, step.sizes)
         stats.prefilled_tokens += int(read.sum())
         cache.cached[step.slots] += step.sizes
         if not len(slots):
             return
-        rows = RowParams(self._temperature[slots], self._top_p[slots], self._top_k[slots], self._min_p[slots])
         places = cache.length[slots]
-        ids, logprobs = sample(logits, rows, uniforms(self._keys[slots], places))
+        ids, logprobs = sample(logits, self._table.rows(slots), self._table.draws(slots, places))
         finite = np.isfinite(logprobs)
         stats.generated_tokens += int(finite.sum())
-        cache.ids[slots, places] = ids
-        self._logprobs[slots, places] = logprobs
-        cache.length[slots] += finite
-        stopped = (ids[:, None] == self._stop_ids[slots]).any(axis=1)
-        ended = stopped | (cache.length[slots] >= self._limit[slots]) | ~finite
-        outputs = self._watch(slots, ids, finite) if self._watched else []
+        cache.append(slots, ids, finite)
+        self._table.write(slots, places, logprobs)
+        stopped = self._table.stops(slots, ids)
+        full = cache.length[slots] >= self._table.limit[slots]
+        ended = stopped | full | ~finite
+        outputs = self._watch(slots, ids, ended) if self._watched else []
         for place in np.flatnonzero(ended).tolist():
             slot = int(slots[place])
             if self._generations[slot] is None:
@@ -457,23 +347,20 @@ class Engine:
         self._ended(outputs)
 
     def _watch(
-        self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], finite: npt.NDArray[np.bool_]
+        self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], ended: npt.NDArray[np.bool_]
     ) -> list[Output]:
-        """Look for stop strings and collect what is streamed."""
-        outputs = []
-        for place in np.flatnonzero(np.isin(slots, list(self._watched)) & finite).tolist():
-            slot, token = int(slots[place]), int(ids[place])
+        """Look for stop strings, and collect what is streamed of sequences that go on."""
+        outputs: list[Output] = []
+        for place in np.flatnonzero(np.isin(slots, list(self._watched))).tolist():
+            slot = int(slots[place])
             generation = self._occupant(slot)
-            found = generation.stops.feed(token) if generation.stops is not None else None
+            found = generation.stops.feed(int(ids[place])) if generation.stops is not None else None
             if found is not None:
                 outputs.append(self._finish(slot, "stop", found))
-            elif generation.stream and not self._ends(slot, token):
+            elif generation.stream and not ended[place]:
                 self._save(slot, generation)
                 outputs.append(self._output(generation, None, None))
         return outputs
-
-    def _ends(self, slot: int, token: int) -> bool:
-        return token in self._stop_ids[slot] or bool(self._cache.length[slot] >= self._limit[slot])
 
     def _finish(self, slot: int, reason: FinishReason, stop_reason: int | str | None) -> Output:
         generation = self._occupant(slot)
@@ -495,20 +382,17 @@ class Engine:
     def _save(self, slot: int, generation: Generation) -> None:
         length, start = int(self._cache.length[slot]), len(generation.prompt)
         generation.tokens = self._cache.ids[slot, :length].copy()
-        generation.logprobs = self._logprobs[slot, start:length].copy()
+        generation.logprobs = self._table.logprobs(slot, start, length)
 
     def _vacate(self, slot: int, *, retain: bool, poisoned: bool) -> None:
         self._generations[slot] = None
         self._watched.discard(slot)
         self._running = self._running[self._running != slot]
-        if retain and self._cache.cached[slot] >= _WORTH_SHARING:
+        if retain and self._cache.cached[slot] >= WORTH_SHARING:
             # What stands beyond the cached tokens cannot be shared: one id that was sampled last.
             self._cache.retain(slot)
             return
-        session = self._session_of[slot]
-        if session and self._slot_of_session.get(session) == slot:
-            del self._slot_of_session[session]
-        self._session_of[slot] = ""
+        self._prefixes.remember(slot, "")
         self._cache.release(slot, poisoned=poisoned)
 
     def _output(self, generation: Generation, reason: FinishReason | None, stop_reason: int | str | None) -> Output:

@@ -10,15 +10,21 @@ of their pool, so that one attention call reads a view of it; a few holes are ch
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 FREE, ACTIVE, RETAINED = 0, 1, 2
-_FIRST_ROWS, _FIRST_TOKENS = 8, 4096
+_FIRST_ROWS, _FIRST_TOKENS = 16, 4096
+_FIRST_WIDTH = 256
 _HOLES_ALLOWED = 4
+_MOVE_COST = 8
+"""Moving a row costs about as much as attention over it in this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,14 @@ def capacities(longest: int) -> list[int]:
         power = 1 << (last.bit_length() - 1)
         sizes.append(64 if last == 32 else power + power // 2 if last == power else 2 * power)
     return sizes
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on the CPU as pages that cost nothing until they are written."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 class KVPool:
@@ -84,7 +98,7 @@ class KVPool:
     def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         shape = self._geometry
         width = max(shape.key_dim, shape.value_dim)
-        return torch.zeros((2, shape.layers, rows, shape.heads, self.capacity, width), dtype=dtype, device=device)
+        return _zeros((2, shape.layers, rows, shape.heads, self.capacity, width), dtype, device)
 
     def _bind(self, data: torch.Tensor) -> None:
         shape = self._geometry
@@ -108,10 +122,9 @@ class KVPool:
             kept = np.flatnonzero(self.owner >= 0)
             places[kept] = np.arange(len(kept))
         data = self._allocate(rows, self._data.dtype, self._data.device)
+        for row in np.flatnonzero((self.owner >= 0) & (places >= 0)).tolist():
+            data[:, :, int(places[row])].copy_(self._data[:, :, row])
         old = np.flatnonzero(places >= 0)
-        if len(old):
-            index = torch.from_numpy(old).to(data.device)
-            data[:, :, : len(old)] = self._data if len(old) == self.rows else self._data[:, :, index]
         owner = np.full(rows, -1, dtype=np.int64)
         owner[places[old]] = self.owner[old]
         self.owner = owner
@@ -135,11 +148,19 @@ class KVPool:
         self._data[:, :, row].zero_()
 
 
+def widen(array: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Return a copy of [rows, columns] with more columns, filled with zeros."""
+    wider = np.zeros((array.shape[0], width), dtype=array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider
+
+
 class KVCache:
     """Slots for sequences, each with its tokens and a row for their keys and values.
 
     Attributes:
-        ids: int32 of shape [slots, longest]: the tokens of each slot.
+        longest: Most tokens of a slot.
+        ids: int32 of shape [slots, width]: the tokens of each slot; grows up to ``longest``.
         length: int64 of shape [slots]: how many tokens are known.
         cached: int64 of shape [slots]: of how many the keys and values are there.
         pool_of: int64 of shape [slots]: index into ``pools``.
@@ -161,7 +182,8 @@ class KVCache:
         self.budget = budget
         self.pools = [KVPool(geometry, size, dtype, device) for size in sizes]
         self.capacity = np.asarray(sizes)
-        self.ids = np.zeros((slots, longest), dtype=np.int32)
+        self.longest = longest
+        self.ids = np.zeros((slots, min(longest, _FIRST_WIDTH)), dtype=np.int32)
         self.length = np.zeros(slots, dtype=np.int64)
         self.cached = np.zeros(slots, dtype=np.int64)
         self.pool_of = np.zeros(slots, dtype=np.int64)
@@ -170,6 +192,7 @@ class KVCache:
         self._used_at = np.zeros(slots, dtype=np.int64)
         self._clock = 0
         self._top = 0
+        self._waste = np.zeros(len(sizes), dtype=np.int64)
 
     @property
     def allocated(self) -> int:
@@ -256,6 +279,13 @@ class KVCache:
         self.pool_of[slot], self.row_of[slot] = new, row
         return True
 
+    def append(self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> None:
+        """Add one token to each of these slots; where ``kept`` is False it stands there but does not count."""
+        places = self.length[slots]
+        self._widen(int(places.max()) + 1)
+        self.ids[slots, places] = ids
+        self.length[slots] += kept
+
     def retain(self, slot: int) -> None:
         """Keep a finished sequence's keys and values until their memory is wanted."""
         self.state[slot] = RETAINED
@@ -296,17 +326,21 @@ class KVCache:
         """
         moved = False
         pools, rows = self.pool_of[slots], self.row_of[slots]
-        for index in np.unique(pools):
-            mine = np.sort(rows[pools == index])
-            if mine[-1] + 1 - len(mine) <= max(_HOLES_ALLOWED, len(mine) // 4):
+        for index in np.unique(pools).tolist():
+            mine = rows[pools == index]
+            holes = int(mine.max()) + 1 - len(mine)
+            # Holes are often filled again soon. They are moved away when what they have cost equals the move.
+            self._waste[index] = self._waste[index] + holes if holes else 0
+            if holes <= _HOLES_ALLOWED or self._waste[index] < _MOVE_COST * holes:
                 continue
+            self._waste[index] = 0
             pool = self.pools[index]
             high = mine[mine >= len(mine)]
             low = np.setdiff1d(np.arange(len(mine)), mine)[: len(high)]
             owners = np.concatenate([pool.owner[low], pool.owner[high]])
             owners = owners[owners >= 0]
             pool.exchange(low, high, int(self.cached[owners].max(initial=0)))
-            self._locate(int(index))
+            self._locate(index)
             moved = True
         return moved
 
@@ -314,8 +348,14 @@ class KVCache:
         self._clock += 1
         self._used_at[slot] = self._clock
 
+    def _widen(self, tokens: int) -> None:
+        width = self.ids.shape[1]
+        if width < tokens:
+            self.ids = widen(self.ids, min(max(tokens, 2 * width), self.longest))
+
     def _write(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
         start = int(self.cached[slot])
+        self._widen(len(tokens))
         self.ids[slot, start : len(tokens)] = tokens[start:]
         self.length[slot] = len(tokens)
         self._touch(slot)
@@ -335,7 +375,7 @@ class KVCache:
         pool = self.pools[index]
         free = np.flatnonzero(pool.owner < 0)
         if len(free):
-            return int(free[0])
+            return self._lower(index, int(free[0]))
         room = (self.budget - self.allocated) // pool.capacity
         if not room:
             oldest = self._oldest(RETAINED, index)
@@ -348,9 +388,23 @@ class KVCache:
             if not room:
                 return None
         rows = pool.rows
-        wanted = max(1, min(_FIRST_ROWS, _FIRST_TOKENS // pool.capacity), rows // 2)
+        wanted = max(1, min(_FIRST_ROWS, _FIRST_TOKENS // pool.capacity), rows)
         pool.resize(rows + int(min(room, wanted)))
         return rows
+
+    def _lower(self, index: int, row: int) -> int:
+        """Return ``row``, or a lower one that a prefix leaves for it: attention reads all rows below the last."""
+        pool = self.pools[index]
+        low = pool.owner[: min(row, int(((self.state == ACTIVE) & (self.pool_of == index)).sum()) + _HOLES_ALLOWED)]
+        idle = low[self.state[low] == RETAINED]
+        if not len(idle):
+            return row
+        slot = int(idle[self._used_at[idle].argmin()])
+        place = int(self.row_of[slot])
+        pool.copy_row(row, pool, place, int(self.cached[slot]))
+        pool.owner[row], pool.owner[place] = slot, -1
+        self.row_of[slot] = row
+        return place
 
     def _reclaim(self, tokens: int) -> None:
         """Free ``tokens`` tokens of memory: rows without owner first, then prefixes, the oldest first."""

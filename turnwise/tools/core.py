@@ -180,7 +180,7 @@ class FunctionTool:
         else:
             self.schema = as_schema(schema, name=name, description=description)
             self.arguments = arguments_of(fn, self.schema, namespace=namespace)
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
 
     @property
     def name(self) -> str:
@@ -395,6 +395,12 @@ def as_tool(item: Any) -> Tool:
     if isinstance(item, str):
         return get_tool(item)
     if isinstance(item, type) and issubclass(item, BaseTool):
+        try:
+            inspect.signature(item).bind()
+        except TypeError as error:
+            raise ToolSchemaError(
+                f"{item.__qualname__} cannot be made without arguments ({error}): list an instance of it instead"
+            ) from error
         return item()
     if inspect.isfunction(item):
         return _inferred(item)

@@ -19,7 +19,7 @@ from typing import Any, Final, NotRequired, Required, TypeAlias, Union, get_args
 import typing_extensions
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 from pydantic import ValidationError as PydanticValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.fields import FieldInfo
@@ -111,18 +111,22 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def as_schema(
-    source: ToolSchema | Mapping[str, Any], *, name: str | None = None, description: str | None = None
+    source: ToolSchema | Mapping[str, Any] | BaseModel, *, name: str | None = None, description: str | None = None
 ) -> ToolSchema:
     """Return a given schema as a ToolSchema, with nothing of it lost.
 
     Args:
-        source: A ToolSchema, ``{"type": "function", "function": {...}}`` or ``{"name", "description", "parameters"}``.
+        source: A ToolSchema, ``{"type": "function", "function": {...}}`` or ``{"name", "description", "parameters"}``
+            (also as a pydantic object).
         name: Instead of its name.
         description: Instead of its description.
 
     Raises:
         ToolSchemaError: It has no name, or its parameters are no JSON schema of an object.
     """
+    if isinstance(source, BaseModel):
+        # OpenAI's form as a pydantic object, as other libraries hold it.
+        source = source.model_dump(exclude_unset=True)
     if isinstance(source, ToolSchema):
         body: Mapping[str, Any] = {
             "name": source.name,

@@ -125,7 +125,9 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
     store = CheckpointStore(run / CHECKPOINTS)
     for step in store.steps():
         directory = store.path(step)
-        found[load_state(directory).weight_version] = _Weights(directory, dtype in ("auto", "float32"))
+        # A version is the number of the step that made it. What the servers held when the checkpoint was written
+        # (weight_version) is an older one where the run was interrupted before they were given these weights.
+        found[load_state(directory).step] = _Weights(directory, dtype in ("auto", "float32"))
     return found
 
 
@@ -201,13 +203,18 @@ def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperatu
 
 def _check_version(version: int, weights: _Weights, turns: Sequence[_Turn], report: AuditReport) -> None:
     differences: list[float] = []
+    wrong: dict[int, tuple[_Turn, list[str]]] = {}
     for turn, position, reported, computed in _recomputed(weights.directory, turns):
         differences.append(abs(reported - computed))
         if weights.exact and differences[-1] > _TOLERANCE * max(1.0, abs(computed)):
-            report.contradictions.append(
-                f"trajectory {turn.trajectory}: segment {turn.segment}: the logprob of position {position} was "
-                f"{reported:.6f} when version {version} sampled it; {weights.directory.name} gives {computed:.6f}"
-            )
+            text = f"the logprob of position {position} was {reported:.6f}, computed again it is {computed:.6f}"
+            wrong.setdefault(id(turn), (turn, []))[1].append(text)
+    for turn, texts in wrong.values():
+        more = f" ({len(texts)} such ids in this turn)" if len(texts) > 1 else ""
+        report.contradictions.append(
+            f"trajectory {turn.trajectory}: segment {turn.segment}, sampled by version {version} "
+            f"({weights.directory.name}): {texts[0]}{more}"
+        )
     mean = float(np.mean(differences)) if differences else 0.0
     if not weights.exact and mean > _MEAN_TOLERANCE_HALF:
         report.contradictions.append(

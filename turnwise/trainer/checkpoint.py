@@ -113,15 +113,17 @@ class CheckpointStore:
         return final
 
     def steps(self) -> list[int]:
-        """Return the steps that have a whole checkpoint, ascending."""
-        self._restore()
+        """Return the steps that have a whole checkpoint, ascending. Changes nothing on disk."""
         if not self.directory.is_dir():
             return []
         found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match, path in found if match and (path / STATE_FILE).is_file())
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint's directory, or None."""
+        """Return the newest checkpoint's directory, or None. For the process that goes on from it, not for readers:
+        what a killed process left half renamed is put in order first.
+        """
+        self._restore()
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 

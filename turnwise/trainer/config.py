@@ -26,13 +26,6 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 _PATH: TypeAdapter[Any] = TypeAdapter(ConfigPath)
 
 
-def _model_source(value: Any) -> Any:
-    if not isinstance(value, (str, Path)) or not str(value):
-        return value
-    path = _PATH.validate_python(value)
-    return str(path.absolute()) if path.exists() else str(value)
-
-
 def _task_reference(value: Any) -> Any:
     """Make the file of ``file``, ``file:function`` or ``file:function?arguments`` absolute, where it is a file."""
     if not isinstance(value, (str, Path)) or not str(value):
@@ -46,10 +39,6 @@ def _task_reference(value: Any) -> Any:
         if end and path.exists():
             return str(path.absolute()) + text[end:]
     return text
-
-
-ModelSource: TypeAlias = Annotated[str, Field(min_length=1), BeforeValidator(_model_source)]
-"""A model's directory (made absolute, as every path in a config), or a hub name where no such directory exists."""
 
 
 TaskReference: TypeAlias = Annotated[str, Field(min_length=1), BeforeValidator(_task_reference)]
@@ -67,14 +56,14 @@ class ModelConfig(_Section):
     """The model that is trained, and where.
 
     Attributes:
-        path: Directory or hub name of a Hugging Face causal language model.
+        path: Directory of a Hugging Face causal language model. Nothing is downloaded.
         device: A torch device; ``auto`` is the first GPU where there is one, else the CPU.
         compute_dtype: What matrix products are computed in. Parameters and optimizer state are float32.
         threads: CPU threads of the trainer process; by default torch decides.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
     """
 
-    path: ModelSource
+    path: ConfigPath
     device: str = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     threads: PositiveInt | None = None

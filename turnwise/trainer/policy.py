@@ -27,7 +27,6 @@ try:
     from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
-    from transformers.utils.hub import cached_file
 except ImportError as error:
     raise MissingExtraError("transformers", "train", "training a model") from error
 
@@ -73,12 +72,12 @@ class TokenScores:
 class Policy:
     """A Hugging Face causal language model with packed forward passes. Dropout is off."""
 
-    def __init__(self, model: Any, *, source: str, compute_dtype: ComputeDtype = "float32") -> None:
+    def __init__(self, model: Any, *, source: Path, compute_dtype: ComputeDtype = "float32") -> None:
         """Wrap a model whose packed forward was proven (:func:`load_model` does both).
 
         Args:
             model: The model, its parameters in float32.
-            source: Directory or hub name that it came from; tokenizer files are copied from there when saving.
+            source: Directory that it came from; tokenizer files are copied from there when saving.
             compute_dtype: What matrix products are computed in. Parameters stay float32.
         """
         self.model = model
@@ -207,7 +206,7 @@ def load_model(
     """Load a Hugging Face causal language model and prove that its packed forward equals its plain one.
 
     Args:
-        path: Directory or hub name.
+        path: Its directory. Nothing is downloaded.
         device: Where to put it.
         compute_dtype: What matrix products are computed in; parameters are float32.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
@@ -215,6 +214,8 @@ def load_model(
     Raises:
         TrainError: No model can be loaded from there, or it cannot be trained packed.
     """
+    if not (Path(path) / "config.json").is_file():
+        raise TrainError(f"model.path is {str(path)!r}, which is no directory of a Hugging Face model (no config.json)")
     try:
         with _no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
@@ -233,7 +234,7 @@ def load_model(
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.eval()
-    return Policy(model, source=str(path), compute_dtype=compute_dtype)
+    return Policy(model, source=Path(path), compute_dtype=compute_dtype)
 
 
 @contextmanager
@@ -286,14 +287,11 @@ def check_packable(model: Any) -> None:
         )
 
 
-def copy_companions(source: str, directory: Path) -> None:
-    """Copy tokenizer files and chat template from a model directory or a hub name's cache, where they exist."""
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copy tokenizer files and chat template from one model directory to another, where they exist."""
     for name in _COMPANIONS:
-        if Path(source).is_dir():
-            found: str | None = str(Path(source) / name)
-        else:
-            found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if found is not None and Path(found).is_file() and Path(found).resolve() != (directory / name).resolve():
+        found = source / name
+        if found.is_file() and found.resolve() != (directory / name).resolve():
             shutil.copyfile(found, directory / name)
 
 

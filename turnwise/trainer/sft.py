@@ -22,7 +22,7 @@ from rich.console import Console
 
 from turnwise.errors import SessionError, TaskError, TrainError
 from turnwise.inference.core import Renderer
-from turnwise.inference.renderer import load_renderer, save_format
+from turnwise.inference.renderer import save_format
 from turnwise.inference.scripted import replay
 from turnwise.trainer.config import SFTConfig
 from turnwise.trainer.experience import weigh
@@ -132,14 +132,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> SFTResult:
     target = run / "model"
     if target.exists() and not config.overwrite:
         raise TrainError(f"{target} exists; choose another name, remove it, or set overwrite: true")
-    template = config.renderer.chat_template
-    renderer = load_renderer(
-        config.model.path,
-        format=config.renderer.format,
-        special_in_text=config.renderer.special_in_text,
-        template_kwargs=config.renderer.template_kwargs,
-        chat_template=None if template is None else _read(template, "renderer.chat_template").decode("utf-8"),
-    )
+    renderer = config.renderer.load(config.model.path)
     demonstrations = load_demonstrations(config.data, config.limit)
     rows, cut = asyncio.run(demonstration_rows(demonstrations, renderer, config.max_tokens_per_row))
     rows = [each for each in rows if each]

@@ -140,11 +140,10 @@ def test_check_env_of_a_broken_one_tells_and_exits_with_1(tmp_path: Path, capsys
 def test_check_env_takes_the_arguments_of_the_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from turnwise import Env\n"
-        "class Mine(Env):\n"
-        "    def __init__(self, words):\n        self.words = words\n"
+        "from turnwise import ToolEnv\n"
+        "class Mine(ToolEnv):\n"
+        "    def __init__(self, words):\n        super().__init__()\n        self.words = words\n"
         "    def reset(self, task=None, *, seed=None):\n        return ' '.join(self.words), {}\n"
-        "    def step(self, action):\n        return [], 0.0, True, False, {}\n"
     )
     assert run("check-env", f"{file}:Mine", "words=[say, hello]") == 0
     assert run("check-env", f"{file}:Mine", "wordz=[say, hello]") == 1

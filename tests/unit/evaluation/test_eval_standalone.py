@@ -102,6 +102,7 @@ def test_a_running_server_is_evaluated_and_ends_with_ctrl_c(
     try:
         assert evaluate(model, tmp_path / "out", "--url", url, "--no-greedy") == 0
         assert url in capsys.readouterr().out
+        assert orjson.loads((tmp_path / "out" / "summary.json").read_bytes())["sampled"]["failed"] == 0
         # Nobody knows which weights a server of others holds: nothing is recomputed, and the files agree.
         assert run("audit", str(tmp_path / "out")) == 0
         assert "logprobs recomputed" not in capsys.readouterr().out
@@ -113,6 +114,20 @@ def test_a_running_server_is_evaluated_and_ends_with_ctrl_c(
         server.wait()
     assert server.returncode == 130
     assert "Traceback" not in rest
+
+
+def test_no_figures_at_all_are_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "from turnwise import ToolEnv\n"
+        "class Broken(ToolEnv):\n"
+        "    def reset(self, task=None, *, seed=None):\n        raise RuntimeError('no table today')\n"
+    )
+    assert evaluate(model, tmp_path / "out", f"rollout.env.name={file}:Broken", "rollout.retries=0") == 1
+    error = capsys.readouterr().err
+    assert "every episode ended in an error" in error
+    assert "no table today" in error
+    assert orjson.loads((tmp_path / "out" / "summary.json").read_bytes())["greedy"]["failed"] == 3
 
 
 def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

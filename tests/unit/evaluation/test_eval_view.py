@@ -103,6 +103,18 @@ def test_an_error_and_missing_messages_are_said(tmp_path: Path) -> None:
     assert "2 ids (messages were not saved)" in text
 
 
+def test_control_codes_of_a_terminal_are_shown_not_obeyed(tmp_path: Path) -> None:
+    trajectory = forked()
+    evil = {"role": "assistant", "content": "a\x1b[2Jb\x07\x9bc\n\td", "reasoning_content": "\x1b]0;title\x07"}
+    trajectory.segments = [Segment(0, -1, "context", as_ids([1])), sampled(1, 0, "t0", evil)]
+    file = tmp_path / "some.jsonl"
+    file.write_bytes(trajectory.to_bytes() + b"\n")
+    text = shown(file, Selection())
+    assert "a␛[2Jb␇\ufffdc" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
 def test_nothing_to_show_says_why(run: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="holds 5 trajectories, none with task 'nope'"):
         shown(run, Selection(task="nope"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.chat_models import FAMILIES, renderer_for
 
+from support.chat_models import FAMILIES, renderer_for
 from turnwise.errors import RenderError
 from turnwise.inference.canonical import canonical_arguments, canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
@@ -40,7 +40,11 @@ SAYING = [name for name in FAMILIES if name != "deepseekv3"]
 text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Co", "Cn"]), max_size=40)
 word = st.from_regex(r"[A-Za-z][A-Za-z0-9 ,.!?é数\n-]{0,40}", fullmatch=True)
 json_value = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | text,
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=6,
 )

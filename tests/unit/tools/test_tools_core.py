@@ -163,6 +163,14 @@ class TestAsTool:
         assert not tool.concurrent
         assert list(tool.schema.parameters["properties"]) == ["item"]
 
+    def test_a_class_that_needs_arguments(self):
+        class Needs(BaseTool):
+            def __init__(self, key):
+                super().__init__({}, {"name": key})
+
+        with pytest.raises(ToolSchemaError, match=r"Needs cannot be made without arguments.*list an instance"):
+            as_tool(Needs)
+
     @pytest.mark.parametrize("item", [3, len, Owner, None])
     def test_anything_else(self, item):
         with pytest.raises(ToolSchemaError, match="is no tool"):

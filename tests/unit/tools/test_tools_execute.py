@@ -56,6 +56,7 @@ class Base(BaseTool):
 
     async def create(self, instance_id=None, **kwargs):
         self.log.append(("create", self.name, kwargs))
+        await asyncio.sleep(0)
         self._fault("create")
         return await super().create(instance_id)
 
@@ -588,8 +589,9 @@ class TestBaseTools:
         made = runner(Base("one", log), Base("two", log, create=OSError("no disk")))
         with pytest.raises(EnvError, match=r"Base\.create of tool 'two' raised OSError: no disk"):
             await made.run(call("one"))
-        await made.close()
         assert [entry[:2] for entry in log] == [("create", "one"), ("create", "two"), ("release", "one")]
+        await made.close()
+        assert len(log) == 3
 
     async def test_a_failing_release_does_not_keep_the_others(self):
         log = []
@@ -599,6 +601,25 @@ class TestBaseTools:
             await made.close()
         await made.close()
         assert sorted(entry[1] for entry in log if entry[0] == "release") == ["one", "three", "two"]
+
+    async def test_a_cancelled_release_does_not_keep_the_others_either(self):
+        log, begun = [], asyncio.Event()
+
+        class Slow(Base):
+            async def release(self, instance_id, **kwargs):
+                begun.set()
+                await asyncio.Event().wait()
+
+        # Released in the reverse order of their creation.
+        made = runner(Base("one", log), Slow("two", log))
+        await made.open()
+        task = asyncio.ensure_future(made.close())
+        async with asyncio.timeout(WAIT):
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert log[-1][:2] == ("release", "one")
 
     async def test_a_failing_execute_is_answered_and_still_released(self):
         tool = Base(execute=ValueError("bad state"))

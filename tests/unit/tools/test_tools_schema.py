@@ -335,6 +335,20 @@ class TestGivenSchemas:
     def test_nothing_is_lost(self, form):
         assert as_schema(form) == ToolSchema("f", "d", self.FULL)
 
+    def test_a_pydantic_object_in_openais_form(self):
+        class Inner(pydantic.BaseModel):
+            name: str
+            description: str
+            parameters: dict[str, Any]
+            strict: bool = False
+
+        class Outer(pydantic.BaseModel):
+            type: str
+            function: Inner
+
+        inner = Inner(name="f", description="d", parameters=self.FULL)
+        assert as_schema(Outer(type="function", function=inner)) == ToolSchema("f", "d", self.FULL)
+
     @pytest.mark.parametrize(
         ("form", "words"),
         [

@@ -18,6 +18,7 @@ from turnwise.errors import AuditError
 from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.session import Session, SessionLimits
+from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.trainer.audit import audit_run
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
@@ -51,7 +52,7 @@ async def make_run(run: Path, *, noted: bool = True) -> None:
     """Versions 0 (the first model) and 3 (a checkpoint) sampled, and 1, whose weights are gone."""
     first = save_model(run / "first", 0)
     store = CheckpointStore(run / "checkpoints")
-    third = store.save(TrainerState(step=3, weight_version=3), lambda folder: save_model(folder, 3) and None)
+    third = store.save(TrainerState(step=3, weight_version=2), lambda folder: save_model(folder, 3) and None)
     where = {0: first, 1: first, 3: third}
     renderer = ToyRenderer()
 
@@ -119,14 +120,17 @@ async def test_a_consistent_lie_is_found(tmp_path: Path, session: str) -> None:
     assert audit(tmp_path, recompute=False)[0].sound
     report, text = audit(tmp_path)
     assert len(report.contradictions) == 1
-    assert f"trajectory {session}: segment 1: the logprob of position" in text
+    assert f"trajectory {session}: segment 1, sampled by version" in text
+    assert "computed again it is" in text
 
 
 async def test_swapped_weights_are_found(tmp_path: Path) -> None:
     await make_run(tmp_path)
     save_model(tmp_path / "first", 9)
     report, _ = audit(tmp_path)
-    assert len(report.contradictions) > 5
+    # One for each turn of the session that version 0 sampled.
+    assert len(report.contradictions) == 2
+    assert all("such ids in this turn" in text for text in report.contradictions)
 
 
 async def test_at_most_bounds_the_work(tmp_path: Path) -> None:
@@ -140,6 +144,25 @@ async def test_an_unknown_temperature_is_not_guessed(tmp_path: Path) -> None:
     report, _ = audit(tmp_path)
     assert report.sound
     assert report.counts["sampled tokens that cannot be recomputed"] == 12 + 6 + 12
+
+
+async def test_versions_that_a_kill_undid_are_not_held_against_those_of_the_same_number(tmp_path: Path) -> None:
+    await make_run(tmp_path)
+    renamed = (("ledger.jsonl", "session"), ("trajectories.jsonl", "id"))
+    for name, key in renamed:
+        lines = [orjson.loads(line) for line in (tmp_path / name).read_bytes().splitlines()]
+        for line in lines:
+            if line.get(key) == "d":
+                line[key] = "0-d"
+        (tmp_path / name).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    assert audit(tmp_path)[0].counts["weight versions recomputed"] == 2
+    for after, logprobs in ((3, 12 + 12 + 6), (2, 12 + 6)):
+        for part in (0, 1):
+            BatchWriter(tmp_path / "batches.jsonl", part=part, after_step=part * after).close()
+        report, _ = audit(tmp_path)
+        assert report.sound
+        assert report.counts["logprobs recomputed"] == logprobs
+        (tmp_path / "batches.jsonl").unlink()
 
 
 async def test_a_run_without_its_configuration_says_so(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def make_learner(
     path: Path, total_steps: int = 100, schedule: ScheduleConfig | None = None, **optim: object
 ) -> Learner:
     config = PolicyConfig(
-        model=ModelConfig(path=str(path), device="cpu"),
+        model=ModelConfig(path=path, device="cpu"),
         optim=OptimConfig.model_validate({"lr": 1e-3, **optim}),
         schedule=schedule or ScheduleConfig(),
     )

@@ -227,8 +227,11 @@ def test_a_model_whose_output_is_not_understood_is_refused(model_dir: Callable[.
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match=r"model\.path is .*nothing"):
+    with pytest.raises(TrainError, match=r"model\.path is .*nothing.*no config\.json"):
         load_model(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TrainError, match="no causal language model can be loaded"):
+        load_model(tmp_path)
 
 
 def test_policy_knows_its_device(model_dir: Callable[..., Path]) -> None:

@@ -6,7 +6,9 @@ Owns: strict JSON (no NaN, no half surrogate pairs) and the words in which a mod
 from __future__ import annotations
 
 import json
+import math
 import re
+from itertools import islice
 from typing import Any, NoReturn
 
 from turnwise.types import Json, ToolCall
@@ -16,7 +18,16 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_PLACES = 4
+"""How many places of a call are tried to find the text of its arguments, which are the first in all but odd calls."""
 _BLANK = re.compile(r"\s*")
 
 
@@ -163,7 +174,7 @@ class JsonCalls:
         if self._arguments not in value:
             return raw.strip()
         wanted = value[self._arguments]
-        for match in self._arguments_at.finditer(raw):
+        for match in islice(self._arguments_at.finditer(raw), _PLACES):
             try:
                 found, end = decode_at(raw, match.end())
             except ValueError:

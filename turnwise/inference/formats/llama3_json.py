@@ -69,9 +69,10 @@ class Llama3Json(ChatFormat):
             end = position = stop
             after = skip_blanks(text, stop)
             if text.startswith(";", after):
-                position = after + 1
-            elif not text.startswith("{", after):
+                after = skip_blanks(text, after + 1)
+            if self._begin and text.startswith(self._begin, after):
+                after += len(self._begin)
+            if not text.startswith("{", after):
                 break
-            if self._begin and text.startswith(self._begin, skip_blanks(text, position)):
-                position = skip_blanks(text, position) + len(self._begin)
+            position = after
         return Block(end, tuple(calls)) if calls else None

@@ -1,0 +1,256 @@
+"""Memory: rows and slots under random use, and the engine under random requests, aborts, pauses and updates."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.tiny_lm import greedy, make_model, save_model
+from turnwise.inference.causal_lm import CausalLM
+from turnwise.inference.engine import Engine
+from turnwise.inference.generation import Generation
+from turnwise.inference.kv import ACTIVE, FREE, RETAINED, Geometry, KVCache, capacities
+from turnwise.types import SamplingParams
+
+GEOMETRY = Geometry(layers=2, heads=2, key_dim=3, value_dim=2)
+
+
+def test_capacities_grow_by_at_most_half_and_cover():
+    sizes = capacities(5000)
+    assert sizes[:8] == [32, 64, 96, 128, 192, 256, 384, 512]
+    assert sizes[-1] >= 5000 > sizes[-2]
+    assert all(after <= 1.5 * before for before, after in itertools.pairwise(sizes[1:]))
+
+
+def stored(cache: KVCache, slot: int) -> np.ndarray:
+    """The keys of a slot's cached tokens in the last layer; every test token's key is its id."""
+    pool, row = cache.pools[cache.pool_of[slot]], cache.row_of[slot]
+    return pool.keys[1][row, 1, : cache.cached[slot], 2].numpy()
+
+
+def fill(cache: KVCache, slot: int) -> None:
+    """Write keys and values of all tokens of a slot."""
+    pool, row, length = cache.pools[cache.pool_of[slot]], cache.row_of[slot], cache.length[slot]
+    ids = torch.from_numpy(cache.ids[slot, :length].astype(np.float32))
+    for layer in range(GEOMETRY.layers):
+        pool.keys[layer][row, :, :length] = ids[None, :, None]
+        pool.values[layer][row, :, :length] = ids[None, :, None]
+    cache.cached[slot] = length
+
+
+def check(cache: KVCache, contents: dict[int, np.ndarray]) -> None:
+    """Every slot has exactly one row, rows know their owners, memory is within budget, contents are intact."""
+    assert cache.allocated <= cache.budget
+    held = np.flatnonzero(cache.state != FREE)
+    assert sorted(owner for pool in cache.pools for owner in pool.owner.tolist() if owner >= 0) == held.tolist()
+    for slot in held.tolist():
+        pool = cache.pools[cache.pool_of[slot]]
+        assert pool.owner[cache.row_of[slot]] == slot
+        assert cache.cached[slot] <= cache.length[slot]
+        assert cache.cached[slot] <= pool.capacity
+        if cache.state[slot] == ACTIVE:
+            assert np.array_equal(cache.ids[slot, : cache.length[slot]], contents[slot])
+        assert np.array_equal(stored(cache, slot), cache.ids[slot, : cache.cached[slot]].astype(np.float32))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per operation
+    longest = data.draw(st.sampled_from([40, 100, 200]), "longest")
+    budget = capacities(longest)[-1] + data.draw(st.integers(0, 600), "more")
+    cache = KVCache(
+        GEOMETRY,
+        torch.float32,
+        torch.device("cpu"),
+        slots=data.draw(st.integers(2, 12)),
+        longest=longest,
+        budget=budget,
+    )
+    contents: dict[int, np.ndarray] = {}
+    fresh = iter(range(1, 10**6))
+
+    def tokens(count: int) -> np.ndarray:
+        return np.array([next(fresh) for _ in range(count)], dtype=np.int32)
+
+    with torch.inference_mode():
+        for _ in range(data.draw(st.integers(1, 40), "operations")):
+            active = np.flatnonzero(cache.state == ACTIVE)
+            retained = np.flatnonzero(cache.state == RETAINED)
+            choice = data.draw(
+                st.sampled_from(["take", "share", "grow", "append", "retain", "release", "reuse", "compact"])
+            )
+            if choice == "take":
+                new = tokens(data.draw(st.integers(1, longest - 1)))
+                slot = cache.take(new)
+                assert slot is not None or len(active), "memory is refused although nothing is in use"
+            elif choice == "share" and len(active) + len(retained):
+                source = int(data.draw(st.sampled_from([*active, *retained])))
+                count = int(data.draw(st.integers(0, int(cache.cached[source]))))
+                new = np.concatenate([cache.ids[source, :count].copy(), tokens(data.draw(st.integers(1, 9)))])[
+                    : longest - 1
+                ]
+                slot = cache.take(new, source=source)
+                if slot is not None:
+                    cache.share(slot, source, min(count, len(new)))
+                    assert np.array_equal(stored(cache, slot), new[: cache.cached[slot]].astype(np.float32))
+            elif choice == "reuse" and len(retained):
+                slot = int(data.draw(st.sampled_from(retained.tolist())))
+                count = int(data.draw(st.integers(0, int(cache.cached[slot]))))
+                new = np.concatenate([cache.ids[slot, :count].copy(), tokens(data.draw(st.integers(1, 30)))])[
+                    : longest - 1
+                ]
+                if not cache.reuse(slot, new, min(count, len(new))):
+                    assert cache.state[slot] == RETAINED
+                    slot = None
+            elif choice in ("grow", "append") and len(active):
+                slot = int(data.draw(st.sampled_from(active.tolist())))
+                if (
+                    cache.length[slot] < longest - 1
+                    and cache.grow(slot, int(cache.length[slot]) + 1)
+                    and choice == "append"
+                ):
+                    cache.append(np.array([slot]), np.array([next(fresh)]), np.array([True]))
+                    contents[slot] = cache.ids[slot, : cache.length[slot]].copy()
+                check(cache, contents)
+                continue
+            elif choice == "retain" and len(active):
+                cache.retain(int(data.draw(st.sampled_from(active.tolist()))))
+                continue
+            elif choice == "release" and len(active):
+                cache.release(int(data.draw(st.sampled_from(active.tolist()))))
+                continue
+            elif choice == "compact" and len(active):
+                for _ in range(9):
+                    cache.compact(active)
+                check(cache, contents)
+                continue
+            else:
+                continue
+            if slot is not None:
+                contents[slot] = new
+                check(cache, contents)
+                fill(cache, slot)
+            check(cache, contents)
+
+
+def test_compaction_moves_rows_only_when_holes_have_cost_as_much():
+    cache = KVCache(GEOMETRY, torch.float32, torch.device("cpu"), slots=40, longest=32, budget=40 * 32)
+    slots = [cache.take(np.full(9, slot + 1, dtype=np.int32)) for slot in range(30)]
+    for slot in slots:
+        fill(cache, slot)
+    active = np.array([slot for place, slot in enumerate(slots) if place % 3 == 0])
+    for slot in set(slots) - set(active.tolist()):
+        cache.retain(slot)
+    moved = [cache.compact(active) for _ in range(9)]
+    assert moved.index(True) == 7
+    assert sorted(cache.row_of[active].tolist()) == list(range(10))
+    for slot in slots:
+        assert np.array_equal(stored(cache, slot), np.full(9, slot + 1, dtype=np.float32))
+
+
+def test_shared_prefixes_count_only_known_tokens():
+    cache = KVCache(GEOMETRY, torch.float32, torch.device("cpu"), slots=4, longest=300, budget=4096)
+    base = np.arange(1, 201, dtype=np.int32)
+    slots = [cache.take(part) for part in (base, base[:50], np.concatenate([base[:100], base[:100]]), base[1:])]
+    assert cache.shared_prefixes(base)[slots].tolist() == [200, 50, 100, 0]
+    assert cache.shared_prefixes(base[:70])[slots].tolist() == [70, 50, 70, 0]
+    assert cache.shared_prefixes(base[:3])[slots].tolist() == [3, 3, 3, 0]
+    cache.release(slots[0])
+    assert cache.shared_prefixes(base)[slots].tolist() == [0, 50, 100, 0]
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    model = make_model("qwen3", num_hidden_layers=1)
+    return model, CausalLM(save_model(model, tmp_path_factory.mktemp("lm")))
+
+
+@pytest.fixture(scope="module")
+def expected(lm):
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def get(prompt: np.ndarray, count: int) -> list[int]:
+        key = tuple(prompt.tolist())
+        if len(known.get(key, ())) < count:
+            known[key] = greedy(lm[0], prompt, max(count, 40), eos=False)
+        return known[key][:count]
+
+    return get
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_requests_all_end_and_say_what_generate_says(lm, expected, data):
+    """Any mix of shared prompts, aborts, pauses and updates, in any memory: everything ends, tokens are exact."""
+    _, model = lm
+    outputs = []
+    longest = 128
+    engine = Engine(
+        model,
+        outputs.extend,
+        max_seqs=data.draw(st.integers(1, 6), "max_seqs"),
+        max_context=longest,
+        kv_tokens=128 + data.draw(st.integers(0, 600), "more memory"),
+        max_batch_tokens=data.draw(st.sampled_from([16, 40, 2048])),
+        prefix_cache=data.draw(st.booleans(), "prefix_cache"),
+    )
+    weights = {name: tensor.clone() for name, tensor in lm[0].state_dict().items()}
+    stem = np.arange(100, 180, dtype=np.int32)
+    requests: dict[str, np.ndarray] = {}
+    wanted: dict[str, int] = {}
+    version = 0
+    for number in range(data.draw(st.integers(1, 40), "operations")):
+        choice = data.draw(st.sampled_from(["submit"] * 4 + ["step"] * 4 + ["abort", "pause", "resume", "update"]))
+        if choice == "submit":
+            # Few different prompts, many shared beginnings.
+            cut, tail = data.draw(st.sampled_from([1, 10, 31, 32, 60, 80])), data.draw(st.integers(0, 3))
+            name = f"r{number}"
+            requests[name] = np.concatenate([stem[:cut], np.arange(tail, dtype=np.int32) * 7])
+            wanted[name] = data.draw(st.integers(1, 40))
+            params = SamplingParams(temperature=0.0, max_tokens=wanted[name], ignore_eos=True)
+            session = data.draw(st.sampled_from(["", "a", "b"]))
+            engine.submit(Generation(name, requests[name], params, session_id=session))
+        elif choice == "step":
+            for _ in range(data.draw(st.integers(1, 12))):
+                engine.step()
+        elif choice == "abort" and requests:
+            engine.abort([data.draw(st.sampled_from(sorted(requests)))])
+        elif choice == "pause":
+            engine.pause(abort=data.draw(st.booleans()))
+        elif choice == "resume":
+            engine.resume()
+        elif choice == "update":
+            version += 1
+            engine.update_weights(weights, version)
+    engine.resume()
+    for _ in range(5000):
+        if not engine.step():
+            break
+    stats = engine.refresh_stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert sorted(output.id for output in outputs) == sorted(requests)
+    for output in outputs:
+        got, prompt = output.token_ids.tolist(), requests[output.id]
+        assert got == expected(prompt, len(got))
+        assert output.finish_reason == (
+            "length" if len(got) == min(wanted[output.id], longest - len(prompt)) else "abort"
+        )
+        ends = [0, *(end for _, _, end in output.weight_versions)]
+        assert [start for _, start, _ in output.weight_versions] == ends[:-1]
+        assert ends[-1] == len(got)
+        versions = [one for one, _, _ in output.weight_versions]
+        assert versions == sorted(set(versions))
+    check_engine(engine)
+
+
+def check_engine(engine: Engine) -> None:
+    cache = engine._cache
+    assert cache.allocated <= cache.budget
+    held = np.flatnonzero(cache.state != FREE)
+    assert sorted(owner for pool in cache.pools for owner in pool.owner.tolist() if owner >= 0) == held.tolist()
+    assert not (cache.state == ACTIVE).any()

@@ -1,0 +1,384 @@
+"""The rules of calls and reasoning, format by format, on ids as a model samples them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from support.chat_models import FAMILIES, renderer_for
+from turnwise.inference.canonical import canonical_messages
+from turnwise.inference.formats.core import INSIDE_REASONING
+from turnwise.types import Message, ToolCall, ToolSchema, as_ids
+
+TOOLS = [
+    ToolSchema(
+        "lookup",
+        "",
+        {
+            "type": "object",
+            "properties": {
+                "key": {"type": "string"},
+                "n": {"type": "integer"},
+                "maybe": {"type": ["string", "null"]},
+                "flag": {"type": "boolean"},
+                "rows": {"type": "array"},
+            },
+        },
+    )
+]
+
+
+def parse(family: str, text: str, *, prompt: str | None = None) -> Message:
+    """Parse the ids of a text whose markup is real added tokens, behind the family's generation prompt."""
+    renderer = renderer_for(family)
+    tail = renderer._facts.prompt if prompt is None else prompt
+    encode = renderer._tokens.encode
+    return renderer.parse(as_ids(encode(text)), as_ids(encode(tail)), TOOLS)
+
+
+def spelled(family: str, text: str) -> list[int]:
+    """The ids of a text without any added token: markup that a model spelled out of ordinary ones."""
+    tokens = renderer_for(family)._tokens
+    return tokens.encode(tokens.escape(text))
+
+
+def only(message: Message) -> ToolCall:
+    (call,) = message["tool_calls"]
+    return call
+
+
+def test_hermes_reads_reasoning_content_and_calls() -> None:
+    found = parse(
+        "qwen3",
+        "<think>\nHm.\n</think>\n\nLet me see.\n<tool_call>\n"
+        '{"name": "lookup", "arguments": {"key": "a", "n": 1}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "now", "arguments": {}}\n</tool_call><|im_end|>',
+    )
+    assert found == {
+        "role": "assistant",
+        "content": "Let me see.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            ToolCall("", "lookup", {"key": "a", "n": 1}, '{"key": "a", "n": 1}'),
+            ToolCall("", "now", {}, "{}"),
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("inner", "name", "error"),
+    [
+        ('{"name": "lookup", "arguments": {"key": }}', "lookup", "not valid JSON"),
+        ('{"name": "lookup", "arguments": {"n": NaN}}', "lookup", "NaN is no JSON"),
+        ('{"arguments": {"key": "a"}}', "", 'has no "name"'),
+        ('{"name": 7, "arguments": {}}', "", 'has no "name"'),
+        ('{"name": "", "arguments": {}}', "", 'has no "name"'),
+        ('{"name": "lookup", "parameters": {}}', "lookup", 'has no "arguments"'),
+        ('{"name": "lookup", "arguments": [1]}', "lookup", "array, not an object"),
+        ('{"name": "lookup", "arguments": "oops"}', "lookup", "Expecting value"),
+        ('{"name": "lookup", "arguments": {}} and more', "lookup", "more text behind"),
+        ('["lookup"]', "", "array, not an object"),
+        ("", "", "not valid JSON"),
+        ('{"name": "lookup", "arguments": {"key": "\\ud800"}}', "lookup", "surrogate"),
+        ('{"name": "lookup", "arguments": ' + '{"a":' * 20_000, "lookup", "nested too deeply"),
+    ],
+)
+def test_hermes_calls_that_cannot_be_used_say_why(inner: str, name: str, error: str) -> None:
+    call = only(parse("qwen3", f"<tool_call>{inner}</tool_call><|im_end|>"))
+    assert call.name == name
+    assert call.arguments == {}
+    assert call.error is not None
+    assert error in call.error
+
+
+def test_hermes_takes_arguments_in_quotes_null_and_missing_ones() -> None:
+    for inner, arguments in (
+        ('{"name": "f", "arguments": "{\\"key\\": 1}"}', {"key": 1}),
+        ('{"name": "f", "arguments": null}', {}),
+        ('{"name": "f"}', {}),
+        ('{"arguments": {"key": 1}, "name": "f"}', {"key": 1}),
+    ):
+        call = only(parse("qwen3", f"<tool_call>{inner}</tool_call><|im_end|>"))
+        assert (call.name, call.arguments, call.error) == ("f", arguments, None)
+
+
+CALLS = {
+    "qwen3": '<tool_call>\n{"name": "lookup", "arguments": {"key": "KEY"}}\n</tool_call>',
+    "qwen3_6": "<tool_call>\n<function=lookup>\n<parameter=key>\nKEY\n</parameter>\n</function>\n</tool_call>",
+    "glm4moe": "<tool_call>lookup\n<arg_key>key</arg_key>\n<arg_value>KEY</arg_value>\n</tool_call>",
+    "own": '[|do|]{"tool": "lookup", "with": {"key": "KEY"}}[|/do|]',
+    "lfm2": "<|tool_call_start|>[lookup(key='KEY')]<|tool_call_end|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="lookup">\n<parameter name="key">KEY</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.lookup:0"
+    '<|tool_call_argument_begin|>{"key": "KEY"}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>lookup"
+    '\n```json\n{"key": "KEY"}\n```'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "mistral": '[TOOL_CALLS] [{"name": "lookup", "arguments": {"key": "KEY"}, "id": "abcdefghi"}]',
+    "llama3_1": '{"name": "lookup", "parameters": {"key": "KEY"}}',
+    "bare_pythonic": '[lookup(key="KEY")]',
+    "gptoss": '<|channel|>commentary to=functions.lookup <|constrain|>json<|message|>{"key": "KEY"}<|call|>',
+}
+PROMPT = {"deepseekv3": "<｜Assistant｜>", "qwen3_6": "<|im_start|>assistant\n<think>\n</think>"}
+
+
+def stop_of(family: str) -> str:
+    return "" if family == "gptoss" else FAMILIES[family].eos
+
+
+@pytest.mark.parametrize("family", list(CALLS))
+def test_a_closed_call_stands_whether_stopped_or_cut(family: str) -> None:
+    prompt = PROMPT.get(family)
+    whole = CALLS[family].replace("KEY", "a")
+    for text in (whole + stop_of(family), whole):
+        call = only(parse(family, text, prompt=prompt))
+        assert (call.name, call.arguments, call.error) == ("lookup", {"key": "a"}, None)
+        assert parse(family, text, prompt=prompt)["content"] == ""
+
+
+@pytest.mark.parametrize("family", list(CALLS))
+def test_an_unfinished_call_is_none_at_a_cut_and_an_error_at_a_stop(family: str) -> None:
+    if family == "gptoss":
+        return  # its stop ids close calls
+    prompt = PROMPT.get(family)
+    whole = CALLS[family].replace("KEY", "a")
+    half = whole[: whole.index("a", whole.index("key") + 5) + 1]
+    cut = parse(family, half, prompt=prompt)
+    assert not cut.get("tool_calls")
+    assert cut["content"] == ""
+    stopped = only(parse(family, half + stop_of(family), prompt=prompt))
+    assert stopped.error
+    assert stopped.raw
+
+
+THINKING = [name for name in CALLS if "reasoning" in FAMILIES[name].says and name != "gptoss"]
+
+
+@pytest.mark.parametrize("family", THINKING)
+def test_a_call_inside_reasoning_is_an_error_and_stays_in_the_reasoning(family: str) -> None:
+    markers = renderer_for(family).describe()["markers"]
+    opened, closed = markers["reasoning_open"], markers["reasoning_close"]
+    call = CALLS[family].replace("KEY", "a")
+    start = "" if family == "qwen3_6" else opened
+    for text in (f"{start}Maybe {call} so", f"{start}Maybe {call} so{FAMILIES[family].eos}"):
+        found = parse(family, text)
+        assert only(found).error == INSIDE_REASONING
+        assert only(found).name == "lookup"
+        assert call in str(found["reasoning_content"])
+        assert found["content"] == ""
+    found = parse(family, f"{start}Maybe {call}{closed}Then {call}")
+    assert [c.error for c in found["tool_calls"]] == [INSIDE_REASONING, None]
+    mention = parse(family, f"{start}I would write {call[:12]}{closed}Then {call}")
+    assert [c.error for c in mention["tool_calls"]] == [None]
+
+
+@pytest.mark.parametrize("family", THINKING)
+def test_a_closing_marker_that_is_spelled_out_closes_nothing(family: str) -> None:
+    renderer = renderer_for(family)
+    markers = renderer.describe()["markers"]
+    start = "" if family == "qwen3_6" else markers["reasoning_open"]
+    encode = renderer._tokens.encode
+    ids = [
+        *encode(start + "Hm"),
+        *spelled(family, markers["reasoning_close"]),
+        *encode(CALLS[family].replace("KEY", "a")),
+    ]
+    found = renderer.parse(as_ids(ids), as_ids(encode(renderer._facts.prompt)), TOOLS)
+    assert only(found).error == INSIDE_REASONING
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "glm4moe", "own", "lfm2", "kimi", "deepseekv3", "mistral"])
+def test_a_marker_that_is_spelled_out_is_content(family: str) -> None:
+    renderer = renderer_for(family)
+    call = CALLS[family].replace("KEY", "a")
+    tail = renderer._tokens.encode(PROMPT.get(family, renderer._facts.prompt))
+    found = renderer.parse(as_ids(spelled(family, call)), as_ids(tail), TOOLS)
+    assert not found.get("tool_calls")
+    assert found["content"] == call
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "glm4moe", "own"])
+def test_markup_inside_a_string_that_is_spelled_out_stays_in_the_string(family: str) -> None:
+    renderer = renderer_for(family)
+    markers = renderer.describe()["markers"]
+    before, after = CALLS[family].split("KEY")
+    encode = renderer._tokens.encode
+    odd = f"x {markers['close']} y {markers['open']} {markers['reasoning_open']}"
+    ids = [*encode(before), *spelled(family, odd), *encode(after)]
+    found = renderer.parse(as_ids(ids), as_ids(encode(PROMPT.get(family, renderer._facts.prompt))), TOOLS)
+    assert only(found).arguments == {"key": odd}
+
+
+def test_text_behind_a_stop_id_is_not_content() -> None:
+    assert parse("qwen3", "Yes.<|im_end|>\n<|im_start|>user\nMore")["content"] == "Yes."
+    assert parse("glm4moe", "\n<think></think>\nYes.<|user|>\nhi")["content"] == "Yes."
+
+
+def test_reasoning_that_nobody_opened_is_still_reasoning() -> None:
+    found = parse("qwen3", "Hm.\n</think>\n\nYes.<|im_end|>")
+    assert (found.get("reasoning_content"), found["content"]) == ("Hm.", "Yes.")
+
+
+def test_reasoning_that_the_prompt_opened() -> None:
+    found = parse("qwen3_6", "Hm.\n</think>\n\nYes.<|im_end|>")
+    assert (found.get("reasoning_content"), found["content"]) == ("Hm.", "Yes.")
+    cut = parse("qwen3_6", "Hm.")
+    assert (cut.get("reasoning_content"), cut["content"]) == ("Hm.", "")
+
+
+def test_a_call_that_another_one_interrupts_is_an_error() -> None:
+    call = CALLS["qwen3"].replace("KEY", "a")
+    found = parse("qwen3", call.removesuffix("</tool_call>") + call + "<|im_end|>")["tool_calls"]
+    assert found[0].error is not None
+    assert "not closed" in found[0].error
+    assert found[1].error is None
+
+
+@pytest.mark.parametrize("text", ['{"answer": 3}', "[1, 2]", '{"name": "Bob", "age": 3}', '"lookup"', "3"])
+@pytest.mark.parametrize("family", ["llama3_1", "bare_pythonic", "qwen3", "mistral"])
+def test_an_answer_that_merely_is_json_is_content(family: str, text: str) -> None:
+    found = parse(family, text + FAMILIES[family].eos)
+    assert found["content"] == text
+    assert not found.get("tool_calls")
+
+
+def test_llama_reads_several_calls_and_the_python_tag() -> None:
+    one, two = '{"name": "lookup", "parameters": {"key": "a"}}', '{"name": "now", "parameters": {}}'
+    for text in (
+        f"{one}; {two}",
+        f"<|python_tag|>{one}; {two}",
+        f"{one}\n{two}",
+        f"<|python_tag|>{one}<|python_tag|>{two}",
+    ):
+        for stop in ("<|eot_id|>", "<|eom_id|>", ""):
+            found = parse("llama3_1", text + stop)
+            assert [(c.name, c.arguments, c.error) for c in found["tool_calls"]] == [
+                ("lookup", {"key": "a"}, None),
+                ("now", {}, None),
+            ]
+            assert found["content"] == ""
+    broken = only(parse("llama3_1", '{"name": "lookup", "parameters": {"key": }}<|eot_id|>'))
+    assert (broken.name, broken.error is not None) == ("lookup", True)
+    nameless = only(parse("llama3_1", '<|python_tag|>{"parameters": {}}<|eot_id|>'))
+    assert nameless.error == 'the call has no "name"'
+    words = parse("llama3_1", f"It is {one}<|eot_id|>")
+    assert not words.get("tool_calls")
+
+
+def test_pythonic_reads_the_calls_before_a_mistake() -> None:
+    text = "<|tool_call_start|>[lookup(key='a\\'b', n=-3, flag=True, rows=[1, None, {'x': 1.5}]), now(), lookup(1)]"
+    found = parse("lfm2", text + "<|tool_call_end|><|im_end|>")["tool_calls"]
+    assert found[0].arguments == {"key": "a'b", "n": -3, "flag": True, "rows": [1, None, {"x": 1.5}]}
+    assert (found[1].name, found[1].arguments, found[1].error) == ("now", {}, None)
+    assert found[2].error == "the call cannot be read: arguments are written as name=value"
+    assert found[2].name == "lookup"
+    cut = parse("lfm2", "<|tool_call_start|>[lookup(key='a'), now(")["tool_calls"]
+    assert [call.name for call in cut] == ["lookup"]
+    bare = parse("bare_pythonic", '[lookup(key="a"), now(<|im_end|>')["tool_calls"]
+    assert [call.error is None for call in bare] == [True, False]
+
+
+def test_mistral_keeps_closed_calls_and_the_model_s_ids() -> None:
+    one = '{"name": "lookup", "arguments": {"key": "a"}, "id": "abcdefghi"}'
+    cut = only(parse("mistral", f'[TOOL_CALLS] [{one}, {{"name": "now"'))
+    assert (cut.id, cut.name, cut.arguments, cut.error) == ("abcdefghi", "lookup", {"key": "a"}, None)
+    stopped = parse("mistral", f"[TOOL_CALLS] [{one}, oops</s>")["tool_calls"]
+    assert [call.error is None for call in stopped] == [True, False]
+    unclosed = parse("mistral", f"[TOOL_CALLS] [{one}</s>")["tool_calls"]
+    assert [call.error is None for call in unclosed] == [True, False]
+
+
+def test_kimi_keeps_the_model_s_own_ids() -> None:
+    call = only(parse("kimi", CALLS["kimi"].replace("KEY", "a").replace(":0", ":4")))
+    assert (call.id, call.name) == ("functions.lookup:4", "lookup")
+
+
+def test_tagged_values_are_read_by_the_schema() -> None:
+    def call(**values: str) -> ToolCall:
+        inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        text = f"<tool_call>\n<function=lookup>\n{inner}</function>\n</tool_call><|im_end|>"
+        return only(parse("qwen3_6", text, prompt=PROMPT["qwen3_6"]))
+
+    found = call(key="null", n="5.0", maybe="null", flag="True", rows='[1, "x"]')
+    assert found.arguments == {"key": "null", "n": 5, "maybe": None, "flag": True, "rows": [1, "x"]}
+    found = call(key=" 12\n", n="five", maybe="12", flag="yes", rows="none")
+    assert found.arguments == {"key": " 12\n", "n": "five", "maybe": "12", "flag": "yes", "rows": "none"}
+    assert call(other="7", more="word").arguments == {"other": 7, "more": "word"}
+
+
+@pytest.mark.parametrize(
+    ("inner", "error"),
+    [
+        ("<function=lookup>\n<parameter=key>\na\n</function>\n", "'key' is not closed"),
+        ("<function=lookup>\n<parameter=key\n</function>\n", "is not closed"),
+        ("<function=lookup>\n<parameter=key", "a parameter has no value"),
+        ("<function=>\n</function>\n", "no name"),
+        ("<function=lookup>\n", "tags are not closed"),
+        ("lookup", "does not begin with"),
+        ("", "does not begin with"),
+    ],
+)
+def test_tagged_calls_that_cannot_be_used_say_why(inner: str, error: str) -> None:
+    call = only(parse("qwen3_6", f"<tool_call>\n{inner}</tool_call><|im_end|>", prompt=PROMPT["qwen3_6"]))
+    assert call.error is not None
+    assert error in call.error
+
+
+def test_tagged_white_space_between_tags_is_free() -> None:
+    text = "<tool_call><function=lookup><parameter=key>a</parameter><parameter=n>3</parameter></function></tool_call>"
+    assert only(parse("qwen3_6", text, prompt=PROMPT["qwen3_6"])).arguments == {"key": "a", "n": 3}
+    text = "<tool_call>lookup<arg_key>key</arg_key><arg_value>a</arg_value></tool_call>"
+    assert only(parse("glm4moe", text)).arguments == {"key": "a"}
+
+
+def test_gpt_oss_messages() -> None:
+    found = parse(
+        "gptoss",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Looking.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.lookup <|constrain|>json<|message|>{"key": "a"}<|call|>',
+    )
+    assert (found.get("reasoning_content"), found["content"]) == ("Hm.", "Looking.")
+    assert (only(found).name, only(found).arguments, only(found).error) == ("lookup", {"key": "a"}, None)
+    header_first = ' to=functions.lookup<|channel|>commentary json<|message|>{"key": "a"}<|call|>'
+    assert only(parse("gptoss", header_first)).arguments == {"key": "a"}
+    cut = header_first.removesuffix("<|call|>")
+    assert not parse("gptoss", cut).get("tool_calls")
+    inside = '<|channel|>analysis to=functions.lookup<|message|>{"key": "a"}<|call|>'
+    assert only(parse("gptoss", inside)).error == INSIDE_REASONING
+    broken = only(parse("gptoss", cut.replace('"a"}', "") + "<|call|>"))
+    assert broken.error is not None
+    assert "not valid JSON" in broken.error
+    unclosed = only(parse("gptoss", cut + "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>"))
+    assert unclosed.error == "the call was not closed with <|call|>"
+    assert parse("gptoss", "<|channel|>final<|message|>Yes.<|return|>")["content"] == "Yes."
+    assert parse("gptoss", "<|channel|>analysis<|message|>Hm")["content"] == ""
+
+
+DEGENERATE = [
+    "<tool_call>",
+    "<think>",
+    "</think>",
+    "\n",
+    " ",
+    '{"name":',
+    '"arguments": ',
+    "<parameter=",
+    "</parameter>\n",
+]
+
+
+@pytest.mark.parametrize("piece", DEGENERATE)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "glm4moe", "llama3_1", "gptoss"])
+def test_a_model_that_repeats_itself_costs_no_quadratic_time(family: str, piece: str) -> None:
+    renderer = renderer_for(family)
+    encode = renderer._tokens.encode
+    start = CALLS[family].split("KEY")[0]
+    ids: Any = as_ids([*encode(start), *(encode(piece) * 8000)[:16_000], *encode(CALLS[family])])
+    tail = renderer.render(canonical_messages([{"role": "user", "content": "x"}]), ())
+    before = time.process_time()
+    renderer.parse(ids, tail, TOOLS)
+    assert time.process_time() - before < 3

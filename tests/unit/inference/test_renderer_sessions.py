@@ -1,0 +1,74 @@
+"""Conversations recorded through real chat formats: one branch, exact ids, every sampled id owned once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.chat_models import FAMILIES, renderer_for
+
+from turnwise.inference.canonical import canonical_messages
+from turnwise.inference.scripted import replay
+from turnwise.types import Message, ToolCall, ToolSchema
+
+TOOLS = [
+    ToolSchema("lookup", "Find a row.", {"type": "object", "properties": {"key": {"type": "string"}}}),
+    ToolSchema("now", "The time."),
+]
+SPEAKING = [name for name in FAMILIES if name != "deepseekv3"]
+
+
+def conversation(family: str) -> list[Message]:
+    """Several turns with calls, text and reasoning, as far as the family's template can say them."""
+    says = FAMILIES[family].says
+    number = 0
+    messages: list[Message] = [{"role": "system", "content": "Be brief."}]
+    for question in ("Where is alpha?", "And beta?\n\nThink."):
+        messages.append({"role": "user", "content": question})
+        for count in (1, 2):
+            if count == 2 and "two calls" not in says:
+                continue
+            calls = [ToolCall(f"written{number + n}", "lookup", {"key": f"row {n}\n"}) for n in range(count)]
+            number += count
+            turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+            if "reasoning" in says:
+                turn["reasoning_content"] = "I need a row."
+            messages.append(turn)
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": f"{call.id} is 7"} for call in calls]
+        final: Message = {"role": "assistant", "content": "It is 7."}
+        if "reasoning" in says:
+            final["reasoning_content"] = "Easy now."
+        messages.append(final)
+    return messages
+
+
+@pytest.mark.parametrize("family", SPEAKING)
+async def test_a_conversation_is_one_branch_of_exact_ids(family: str) -> None:
+    renderer = renderer_for(family)
+    messages = conversation(family)
+    trajectory = await replay(messages, TOOLS, renderer)
+    turns = [message for message in messages if message["role"] == "assistant"]
+    sampled = [segment for segment in trajectory.segments if segment.sampled]
+    assert len(sampled) == len(turns)
+    for segment in sampled:
+        assert segment.logprobs is not None
+        assert len(segment.logprobs) == len(segment.ids)
+        assert int(segment.ids[-1]) in renderer.stop_ids
+        assert not any(int(number) in renderer.stop_ids for number in segment.ids[:-1])
+    if family == "mistral":
+        # Its template moves the tools to the last user message: the second question cannot be an extension.
+        assert set(trajectory.forks()) == {"bridge_unproven: depends_on_history"}
+        return
+    assert not trajectory.forks()
+    (leaf,) = trajectory.leaves()
+    path = np.concatenate([segment.ids for segment in trajectory.path(leaf)])
+    first = renderer.render(canonical_messages(messages[:2]), TOOLS)
+    assert path[: len(first)].tolist() == first.tolist()
+    shown = renderer.decode(path)
+    for message in messages:
+        for part in (message.get("content"), message.get("reasoning_content")):
+            written = str(part or "").strip()
+            assert written in shown or written.replace("\n", "\\n") in shown
+    if family in ("qwen2_5", "llama3_1", "own", "lfm2"):
+        # Templates that never change what stands behind: the whole branch is the template's own render.
+        whole = renderer.render(canonical_messages([*messages, {"role": "user", "content": "x"}]), TOOLS)
+        assert whole[: len(path)].tolist() == path.tolist()

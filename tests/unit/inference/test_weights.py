@@ -1,0 +1,123 @@
+"""Weights through a file: what is written is what is read, and nothing else is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.tiny_lm import make_model
+from turnwise.errors import FormatError
+from turnwise.inference import wire
+from turnwise.inference.weights import checksum, read_weights, weights_directory, write_weights
+
+
+def tensors() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        ("a", torch.randn(3, 4, generator=generator)),
+        ("b", torch.randn(5, generator=generator).to(torch.bfloat16)),
+        ("scalar", torch.tensor(2.5)),
+        ("empty", torch.zeros(0, 3)),
+        ("turned", torch.randn(4, 6, generator=generator).t()),
+    ]
+
+
+def test_what_is_written_is_read(tmp_path):
+    manifest = write_weights(iter(tensors()), tmp_path / "new" / "place", 7)
+    assert manifest.version == 7
+    found = read_weights(manifest)
+    assert list(found) == [name for name, _ in tensors()]
+    for name, tensor in tensors():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    assert [path.name for path in Path(manifest.path).parent.iterdir()] == [Path(manifest.path).name]
+
+
+def test_the_manifest_crosses_the_wire(tmp_path):
+    manifest = write_weights(tensors(), tmp_path, 3)
+    assert wire.decode_manifest(wire.encode_manifest(manifest)) == manifest
+
+
+def test_tied_tensors_are_written_once():
+    model = make_model("qwen3")
+    home = weights_directory("test")
+    try:
+        manifest = write_weights(model.state_dict().items(), home, 0)
+        names = [entry.name for entry in manifest.tensors]
+        assert "lm_head.weight" not in names
+        assert "model.embed_tokens.weight" in names
+    finally:
+        for file in home.iterdir():
+            file.unlink()
+        home.rmdir()
+
+
+def test_old_versions_go_and_the_newest_two_stay(tmp_path):
+    (tmp_path / "mine.txt").write_text("stays")
+    manifests = [write_weights(tensors(), tmp_path, version) for version in (1, 2, 3, 10)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "mine.txt",
+        "weights-00000003.safetensors",
+        "weights-00000010.safetensors",
+    ]
+    read_weights(manifests[-1])
+    with pytest.raises(FormatError, match=r"version 1 .*there is no such file"):
+        read_weights(manifests[0])
+    write_weights(tensors(), tmp_path, 11, keep=1)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_any_flipped_bit_of_the_data_is_noticed(tmp_path_factory, place, bit):
+    home = tmp_path_factory.mktemp("flip")
+    manifest = write_weights(tensors(), home, 1)
+    file = Path(manifest.path)
+    raw = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    raw[start + place % (len(raw) - start)] ^= 1 << bit
+    file.write_bytes(raw)
+    with pytest.raises(FormatError, match=r"the checksum of .* differs"):
+        read_weights(manifest)
+
+
+def test_broken_files_and_manifests_are_named(tmp_path):
+    manifest = write_weights(tensors(), tmp_path, 1)
+    first, *rest = manifest.tensors
+    cases = {
+        r"the file lacks \['more'\]": replace(manifest, tensors=(*manifest.tensors, replace(first, name="more"))),
+        r"has \['a'\] that the manifest": replace(manifest, tensors=tuple(rest)),
+        r"a is float32 \(3, 4\) in the file, but float32 \(4, 3\)": replace(
+            manifest, tensors=(replace(first, shape=(4, 3)), *rest)
+        ),
+        r"but float16 \(3, 4\)": replace(manifest, tensors=(replace(first, dtype="float16"), *rest)),
+        r"names a tensor twice": replace(manifest, tensors=(first, *manifest.tensors)),
+        r"checksum of a differs": replace(manifest, tensors=(replace(first, checksum="00"), *rest)),
+    }
+    for message, wrong in cases.items():
+        with pytest.raises(FormatError, match=message):
+            read_weights(wrong)
+    file = Path(manifest.path)
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(FormatError, match="cannot be read"):
+        read_weights(manifest)
+
+
+def test_nothing_and_a_name_twice_are_refused(tmp_path):
+    with pytest.raises(FormatError, match="no tensors"):
+        write_weights([], tmp_path, 1)
+    with pytest.raises(FormatError, match="'a' occurs twice"):
+        write_weights([("a", torch.zeros(1)), ("a", torch.ones(1))], tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_checksums_see_dtype_bits_and_order():
+    one = torch.arange(6, dtype=torch.float32)
+    assert checksum(one) == checksum(one.clone().view(2, 3))
+    assert checksum(one.view(2, 3).t()) != checksum(one.view(2, 3))
+    assert checksum(one) != checksum(one.to(torch.bfloat16))

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from turnwise.config import dump_config, load_config
+from turnwise.errors import ConfigError
+from turnwise.trainer.config import SFTConfig, TrainConfig
+
+MINIMAL: dict[str, Any] = {
+    "name": "run",
+    "steps": 5,
+    "tasks": "pkg.module:make?n=3",
+    "policies": {"main": {"model": {"path": "models/start"}}},
+    "rollout": {"env": {"name": "lookup"}},
+}
+
+
+def test_defaults_and_shortcuts() -> None:
+    config = TrainConfig.model_validate({**MINIMAL, "algorithm": {"epochs": 2, "minibatches": 3}})
+    assert config.optimizer_steps == 30
+    assert config.policy.model.path == Path.cwd() / "models/start"
+    assert config.tasks == "pkg.module:make?n=3"
+    assert config.eval is None
+    assert config.runs == Path.cwd() / "runs"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"policies": {"main": {"model": {"path": "a"}}, "critic": {"model": {"path": "b"}}}},
+            "holds main, critic; exactly one",
+        ),
+        ({"policies": {}}, "policies holds nothing"),
+        ({"rollout": {"env": {"name": "lookup"}, "group_size": 1}}, "a group of one has advantage zero"),
+        ({"algorithm": {"minibatches": 1000}}, "a step has 128 trajectories"),
+        ({"algorithm": {"advantage": "grppo"}}, "known: grpo"),
+        ({"algorithm": {"clip_low": 1.0}}, "clip_low"),
+        ({"algorithm": {"dual_clip": 1.0}}, "dual_clip"),
+        ({"algorithm": {"kl_coef": 0.1}}, "kl_coef"),
+        ({"name": "../evil"}, "name"),
+        ({"steps": 0}, "steps"),
+    ],
+)
+def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate({**MINIMAL, **change})
+
+
+def test_paths_in_a_file_count_from_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "tasks.py").write_text("")
+    (tmp_path / "held.jsonl").write_text("")
+    file = tmp_path / "train.yaml"
+    file.write_text(
+        "name: x\nsteps: 1\ntasks: tasks.py:make?n=2\nruns: out\n"
+        "policies: {main: {model: {path: model}}}\nrollout: {env: {name: lookup}}\n"
+        "eval: {tasks: held.jsonl}\n"
+    )
+    config = load_config(TrainConfig, file, ["policies.main.optim.lr=1e-4", "algorithm.entropy_coef=0.01"])
+    assert config.policy.model.path == tmp_path / "model"
+    assert config.tasks == f"{tmp_path}/tasks.py:make?n=2"
+    assert config.runs == tmp_path / "out"
+    assert config.eval is not None
+    assert config.eval.tasks == str(tmp_path / "held.jsonl")
+    assert config.policy.optim.lr == 1e-4
+    written = tmp_path / "elsewhere" / "config.yaml"
+    written.parent.mkdir()
+    written.write_text(dump_config(config))
+    assert load_config(TrainConfig, written) == config
+
+
+def test_errors_carry_the_path_of_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"policies\.main\.optim"):
+        load_config(TrainConfig, None, ["policies.main.optim.name=sgd"], defaults=MINIMAL)
+
+
+def test_sft_has_one_policy_of_its_own() -> None:
+    config = SFTConfig.model_validate({"name": "s", "data": "d.jsonl", "model": {"path": "m"}})
+    assert config.policy.model is config.model
+    assert config.policy.optim.lr == 1e-5

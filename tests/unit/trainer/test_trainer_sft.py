@@ -1,0 +1,255 @@
+"""Supervised fine-tuning from a jsonl file to a model on disk, with real templates and tokenizers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+
+from support.chat_models import build_model_dir
+from turnwise.errors import TaskError, TrainError
+from turnwise.inference.renderer import load_renderer
+from turnwise.trainer import sft as sft_module
+from turnwise.trainer.config import SFTConfig
+from turnwise.trainer.loggers import read_metrics
+from turnwise.trainer.policy import load_model
+from turnwise.trainer.sft import Demonstration, demonstration_rows, load_demonstrations, run_sft
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "team_of",
+        "description": "Find a team",
+        "parameters": {"type": "object", "properties": {"person": {"type": "string"}}, "required": ["person"]},
+    },
+}
+TEAMS = {"mia": "red", "leo": "blue", "ada": "green"}
+
+
+def conversation(person: str) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "system", "content": "Answer briefly."},
+            {"role": "user", "content": f"Which team is {person} in?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "team_of", "arguments": json.dumps({"person": person})},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": TEAMS[person]},
+            {"role": "assistant", "content": f"{person} is in {TEAMS[person]}."},
+        ],
+        "tools": [TOOL],
+    }
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A small model with the tokenizer and template of a family, made once."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            directory = build_model_dir(tmp_path_factory.mktemp("start"), family)
+            size = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+            torch.manual_seed(0)
+            config = transformers.Qwen3Config(
+                vocab_size=len(size),
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                tie_word_embeddings=True,
+                initializer_range=0.05,
+            )
+            transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+            made[family] = directory
+        return made[family]
+
+    return make
+
+
+def configure(start: Path, directory: Path, **changes: Any) -> SFTConfig:
+    data = directory / "data.jsonl"
+    data.write_text("".join(json.dumps(conversation(person)) + "\n" for person in TEAMS))
+    settings: dict[str, Any] = {
+        "name": "warm",
+        "runs": directory / "runs",
+        "data": data,
+        "steps": 30,
+        "conversations": 3,
+        "max_tokens_per_micro_batch": 300,
+        "model": {"path": str(start), "device": "cpu", "threads": 1},
+        "optim": {"name": "muon", "lr": 4e-3, "muon": {"lr": 0.02}},
+        "schedule": {"kind": "wsd", "warmup_steps": 5},
+    }
+    return SFTConfig.model_validate({**settings, **changes})
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=120)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3_1", "qwen3_6"])
+def test_only_assistant_tokens_are_trained_and_the_prompt_is_the_templates(
+    start: Callable[[str], Path], family: str
+) -> None:
+    directory = start(family)
+    renderer = load_renderer(directory)
+    demonstrations = load_demonstrations_of([conversation(person) for person in TEAMS])
+    rows, cut = asyncio.run(demonstration_rows(demonstrations, renderer))
+    assert cut == 0
+    assert [len(each) for each in rows] == [1, 1, 1]
+    for (row,), person in zip(rows, TEAMS, strict=True):
+        sample = row.sample
+        trained = renderer.decode(sample.input_ids[sample.loss_mask])
+        context = renderer.decode(sample.input_ids[~sample.loss_mask])
+        assert f"{person} is in {TEAMS[person]}." in trained
+        assert "team_of" in trained
+        assert person in trained.split("is in")[0]
+        assert "Which team is" in context
+        assert "Answer briefly." in context
+        assert "Which team is" not in trained
+        # The last id is the stop id of the last turn: ending a turn is learned too.
+        assert sample.loss_mask[-1]
+        assert int(sample.input_ids[-1]) in renderer.stop_ids
+
+
+def load_demonstrations_of(rows: list[dict[str, Any]]) -> list[Demonstration]:
+    lines = [sft_module._demonstration(f"row {n}", json.dumps(row).encode()) for n, row in enumerate(rows)]
+    return lines
+
+
+def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tmp_path: Path) -> None:
+    weights = []
+    for name in ("one", "two"):
+        config = configure(start("qwen3"), tmp_path, name=name)
+        result = run_sft(config, console=quiet())
+        assert result.model == tmp_path / "runs" / name / "model"
+        assert result.steps == 30
+        weights.append(dict(load_model(result.model).named_weights()))
+        records = list(read_metrics(tmp_path / "runs" / name / "metrics.jsonl"))
+        assert [record["step"] for record in records] == list(range(1, 31))
+        assert records[-1]["train/nll"] < 0.3 * records[0]["train/nll"]
+        assert records[0]["lr/muon"] == pytest.approx(0.02 / 5)
+        assert result.metrics["train/skipped_updates"] == 0
+    # The same seed gives the same bits.
+    for parameter, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][parameter]), parameter
+    # Any program finds tokenizer, template and chat format beside the weights.
+    saved = load_renderer(result.model)
+    assert saved.describe()["format"] == load_renderer(start("qwen3")).describe()["format"]
+    assert (result.model / "turnwise_format.json").exists()
+    assert (result.model / "tokenizer.json").read_bytes() == (start("qwen3") / "tokenizer.json").read_bytes()
+    assert not [each for each in result.model.parent.iterdir() if each.name.startswith(".")]
+
+
+def test_epochs_cover_every_conversation(
+    start: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    real = sft_module._batches
+
+    def spy(count: int, size: int, seed: int) -> Any:
+        for batch in real(count, size, seed):
+            seen.append(batch)
+            yield batch
+
+    monkeypatch.setattr(sft_module, "_batches", spy)
+    config = configure(start("qwen3"), tmp_path, steps=None, epochs=3, conversations=2)
+    assert run_sft(config, console=quiet()).steps == 6
+    for epoch in range(3):
+        assert sorted(index for batch in seen[2 * epoch : 2 * epoch + 2] for index in batch) == [0, 1, 2]
+
+
+def test_an_existing_model_is_not_replaced_unasked(start: Callable[[str], Path], tmp_path: Path) -> None:
+    config = configure(start("qwen3"), tmp_path, steps=1)
+    first = run_sft(config, console=quiet()).model
+    before = (first / "model.safetensors").read_bytes()
+    with pytest.raises(TrainError, match="overwrite: true"):
+        run_sft(config, console=quiet())
+    assert (first / "model.safetensors").read_bytes() == before
+    run_sft(config.model_copy(update={"overwrite": True, "steps": 2}), console=quiet())
+    assert (first / "model.safetensors").read_bytes() != before
+
+
+def test_an_interrupt_leaves_no_model(
+    start: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    config = configure(start("qwen3"), tmp_path, steps=1)
+    monkeypatch.setattr(sft_module, "save_format", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(config, console=quiet())
+    assert sorted(each.name for each in (tmp_path / "runs" / "warm").iterdir()) == ["metrics.jsonl"]
+
+
+def test_long_conversations_are_cut_and_counted(start: Callable[[str], Path], tmp_path: Path) -> None:
+    renderer = load_renderer(start("qwen3"))
+    demonstrations = load_demonstrations_of([conversation("mia")])
+    (whole,), _ = asyncio.run(demonstration_rows(demonstrations, renderer))
+    length, trained = len(whole[0].sample.input_ids), whole[0].sample.trained_tokens
+    (short,), cut = asyncio.run(demonstration_rows(demonstrations, renderer, length - 3))
+    assert cut == 3
+    assert short[0].sample.trained_tokens == trained - 3
+    with pytest.raises(TrainError, match="no conversation"):
+        run_sft(configure(start("qwen3"), tmp_path, max_tokens_per_row=3), console=quiet())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"data\.jsonl:2: not JSON"),
+        ('{"tools": []}', r"data\.jsonl:2: messages is missing"),
+        ('{"messages": [], "mesages": 1}', r"unknown field 'mesages'; allowed: messages, tools, id"),
+        ('{"messages": ["hi"]}', r"messages\[0\] is 'hi'"),
+        ('{"messages": [{"role": "user"}], "tools": [{"type": "function"}]}', r"tools\[0\] is"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, line: str, message: str) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(conversation("mia")) + "\n" + line + "\n")
+    with pytest.raises(TaskError, match=message):
+        load_demonstrations(data)
+    assert len(load_demonstrations(data, limit=1)) == 1
+
+
+def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"data is .*nothing"):
+        load_demonstrations(tmp_path / "nothing")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(TaskError, match="holds no demonstration"):
+        load_demonstrations(tmp_path / "empty.jsonl")
+
+
+def test_line_separators_inside_messages_do_not_split_rows(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    text = "one\u2028two\u0085three"
+    row = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
+    data.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (found,) = load_demonstrations(data)
+    assert found.messages[0]["content"] == text
+
+
+def test_a_conversation_without_an_assistant_is_named(start: Callable[[str], Path]) -> None:
+    demonstrations = load_demonstrations_of([{"messages": [{"role": "user", "content": "hi"}]}])
+    with pytest.raises(TaskError, match=r"row 0.*assistant"):
+        asyncio.run(demonstration_rows(demonstrations, load_renderer(start("qwen3"))))

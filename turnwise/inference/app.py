@@ -1,0 +1,295 @@
+"""The routes of the built-in server, as an ASGI application over an engine.
+
+Owns: :class:`App` and :class:`Outbox`, the way back from the engine's thread. Refuses: what an engine does
+(``engine.py``), what bodies look like (``wire.py``), and the process (``server.py``).
+
+Routes: ``POST /inference/v1/generate`` (``stream``: server-sent events), ``GET /health``, ``/v1/models``, ``/stats``,
+``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``, ``/abort_requests``,
+``/update_weights``, ``/update_weight_version``. They are vLLM's, but ``/stats``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+from urllib.parse import parse_qs
+
+import orjson
+
+from turnwise.errors import FormatError
+from turnwise.inference import wire
+from turnwise.inference.engine import Engine
+from turnwise.inference.generation import Generation, Output
+from turnwise.inference.weights import read_weights
+from turnwise.inference.wire import BadRequest, GenerateRequest
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_JSON = [(b"content-type", b"application/json")]
+_EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+_MAX_BODY = 256 * 2**20
+_DIVERGED = "the model's logits are not finite: its weights have diverged; load other weights"
+_log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Carries outputs from the engine's thread to the requests that wait on the event loop.
+
+    Attributes:
+        queues: By request id.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[str, asyncio.Queue[Output]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say on which loop requests are served."""
+        self._loop = loop
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """Take the outputs of a step, from the engine's thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            queue = self.queues.get(output.id)
+            if queue is not None:
+                queue.put_nowait(output)
+
+
+class App:
+    """The ASGI application. Everything but the engine's steps runs on one event loop."""
+
+    def __init__(self, engine: Engine, outbox: Outbox, name: str, *, stop_strings: bool) -> None:
+        self._engine = engine
+        self._queues = outbox.queues
+        self._name = name
+        self._stop_strings = stop_strings
+        self._started = int(time.time())
+        self._received = 0
+        self._routes: dict[tuple[str, str], Callable[[bytes, Scope], Awaitable[Any]]] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/stats"): self._stats,
+            ("GET", "/weight_info"): self._weight_info,
+            ("GET", "/is_paused"): self._is_paused,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("POST", "/abort_requests"): self._abort,
+            ("POST", "/update_weights"): self._update_weights,
+            ("POST", "/update_weight_version"): self._update_weight_version,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        method, path = scope["method"], scope["path"]
+        if path == wire.GENERATE and method == "POST":
+            await self._generate(scope, receive, send)
+            return
+        handler = self._routes.get((method, path))
+        if handler is None:
+            known = ", ".join(f"{verb} {route}" for verb, route in self._routes)
+            message = f"{method} {path} is no route of this server; there are POST {wire.GENERATE}, {known}"
+            await _answer(send, 404, wire.encode_error(message, status=404))
+            return
+        try:
+            answer = await handler(await _read(receive), scope)
+        except FormatError as error:
+            field = error.field if isinstance(error, BadRequest) else None
+            await _answer(send, 400, wire.encode_error(str(error), status=400, field=field))
+            return
+        await _answer(send, 200, orjson.dumps(answer))
+
+    # -- generate
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        engine = self._engine
+        try:
+            request = wire.decode_request(
+                await _read(receive),
+                vocabulary=engine.model.vocabulary,
+                max_context=engine.max_context,
+                stop_strings=self._stop_strings,
+            )
+            if request.request_id in self._queues:
+                raise BadRequest(
+                    "request_id", f"request_id {request.request_id!r} is in flight already: choose another"
+                )
+        except BadRequest as error:
+            await _answer(send, 400, wire.encode_error(str(error), status=400, field=error.field))
+            return
+        self._received += 1
+        name = request.request_id or f"r{self._received}-{self._started}"
+        queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._queues[name] = queue
+        generation = Generation(
+            id=name,
+            prompt=request.token_ids,
+            params=request.params,
+            session_id=_session(scope),
+            continued=request.continued,
+            stream=request.stream,
+        )
+        engine.submit(generation)
+        # The next message of a request that was read to its end is its disconnection.
+        gone = asyncio.ensure_future(receive())
+        gone.add_done_callback(lambda _: self._abandon(name, queue))
+        try:
+            if request.stream:
+                await self._stream(request, name, queue, send)
+            else:
+                await self._respond(request, name, await queue.get(), send)
+        finally:
+            del self._queues[name]
+            gone.cancel()
+
+    def _abandon(self, name: str, queue: asyncio.Queue[Output]) -> None:
+        if self._queues.get(name) is queue:
+            self._engine.call(lambda: self._engine.abort([name]))
+
+    async def _respond(self, request: GenerateRequest, name: str, output: Output, send: Send) -> None:
+        if output.finish_reason == "error":
+            await _answer(send, 500, wire.encode_error(_DIVERGED, status=500))
+            return
+        body = {
+            "request_id": name,
+            "model": self._name,
+            "created": int(time.time()),
+            "choices": [_choice(request, output)],
+            "usage": _usage(output, len(output.token_ids)),
+        }
+        await _answer(send, 200, orjson.dumps(body))
+
+    async def _stream(self, request: GenerateRequest, name: str, queue: asyncio.Queue[Output], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        total = 0
+        while True:
+            output = await queue.get()
+            if output.finish_reason == "error":
+                event = wire.encode_error(_DIVERGED, status=500)
+            else:
+                total += len(output.token_ids)
+                event = orjson.dumps({"request_id": name, "choices": [_choice(request, output)]})
+            await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
+            if output.finish_reason is not None:
+                break
+        usage = orjson.dumps({"request_id": name, "choices": [], "usage": _usage(output, total)})
+        await send({"type": "http.response.body", "body": b"data: " + usage + b"\n\ndata: [DONE]\n\n"})
+
+    # -- the other routes
+
+    async def _health(self, _: bytes, __: Scope) -> Any:
+        return {"status": "ok"}
+
+    async def _models(self, _: bytes, __: Scope) -> Any:
+        card = {
+            "id": self._name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "turnwise",
+            "max_model_len": self._engine.max_context,
+        }
+        return {"object": "list", "data": [card]}
+
+    async def _stats(self, _: bytes, __: Scope) -> Any:
+        stats = await asyncio.wrap_future(self._engine.call(self._engine.refresh_stats))
+        return {**stats.to_json(), "received": self._received, "cpu_seconds": time.process_time(), "pid": os.getpid()}
+
+    async def _weight_info(self, _: bytes, __: Scope) -> Any:
+        return {"weight_version": str(self._engine.stats.weight_version)}
+
+    async def _is_paused(self, _: bytes, __: Scope) -> Any:
+        return {"is_paused": self._engine.stats.paused}
+
+    async def _pause(self, _: bytes, scope: Scope) -> Any:
+        mode = parse_qs(scope["query_string"].decode()).get("mode", ["abort"])[-1]
+        if mode not in ("abort", "keep"):
+            raise BadRequest("mode", f"mode must be 'abort' or 'keep', not {mode!r}")
+        aborted = await asyncio.wrap_future(self._engine.call(lambda: self._engine.pause(abort=mode == "abort")))
+        return {"status": "paused", "aborted": aborted}
+
+    async def _resume(self, _: bytes, __: Scope) -> Any:
+        await asyncio.wrap_future(self._engine.call(self._engine.resume))
+        return {"status": "resumed"}
+
+    async def _abort(self, raw: bytes, _: Scope) -> Any:
+        ids = wire.decode_json(raw or b"{}").get("request_ids") or None
+        if ids is not None and not (isinstance(ids, list) and all(isinstance(one, str) for one in ids)):
+            raise BadRequest("request_ids", "request_ids must be a list of texts; leave it out to abort all")
+        aborted = await asyncio.wrap_future(self._engine.call(lambda: self._engine.abort(ids)))
+        return {"status": "aborted", "aborted": aborted}
+
+    async def _update_weights(self, raw: bytes, _: Scope) -> Any:
+        manifest = wire.decode_manifest(raw)
+        began = time.monotonic()
+        tensors = await asyncio.to_thread(read_weights, manifest)
+        update = self._engine.call(lambda: self._engine.update_weights(tensors, manifest.version))
+        await asyncio.wrap_future(update)
+        _log.info("weights version %d loaded in %.0f ms", manifest.version, 1000 * (time.monotonic() - began))
+        return {"message": "Weights updated", "weight_version": str(manifest.version)}
+
+    async def _update_weight_version(self, raw: bytes, _: Scope) -> Any:
+        given = wire.decode_json(raw).get("new_version")
+        try:
+            version = int(str(given))
+        except ValueError:
+            raise BadRequest("new_version", f"new_version must be an integer or its text, not {given!r}") from None
+        await asyncio.wrap_future(self._engine.call(lambda: self._engine.set_version(version)))
+        return {"success": True, "new_version": str(version)}
+
+
+def _choice(request: GenerateRequest, output: Output) -> dict[str, Any]:
+    logprobs = output.logprobs if request.logprobs else None
+    return wire.encode_choice(
+        output.token_ids, logprobs, output.finish_reason, output.stop_reason, output.weight_versions
+    )
+
+
+def _usage(output: Output, sampled: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": output.prompt_tokens + sampled,
+        "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
+    }
+
+
+def _session(scope: Scope) -> str:
+    wanted = wire.SESSION_HEADER.lower().encode()
+    for key, value in scope["headers"]:
+        if key == wanted:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
+
+
+async def _read(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b""
+        part = message.get("body", b"")
+        size += len(part)
+        if size > _MAX_BODY:
+            raise BadRequest("body", f"the body has more than {_MAX_BODY} bytes")
+        if not message.get("more_body"):
+            return part if not parts else b"".join([*parts, part])
+        parts.append(part)
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    headers = [*_JSON, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
