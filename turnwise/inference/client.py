@@ -318,6 +318,8 @@ def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
         raise RequestRefused(
             f"the prompt holds {len(prompt.media)} media, but this client sends token ids only: leave them out"
         )
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     return _Progress(params, prompt.ids)
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from turnwise.config import ConfigReference
+
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
@@ -19,7 +21,7 @@ class SpecConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
+    name: ConfigReference
     config: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -137,6 +137,7 @@ class EpisodeRunner:
         finally:
             interrupted = await self._close(run)
             run.metrics["seconds"] = time.monotonic() - started
+            run.metrics["temperature"] = self._temperature(spec)
             trajectories = self._trajectories(run)
             if self._write is not None:
                 for trajectory in trajectories:
@@ -171,7 +172,7 @@ class EpisodeRunner:
             run.env = make(name, **(config.env.config if name == config.env.name else {}))
         except TurnwiseError:
             raise
-        except Exception as error:  # noqa: BLE001 - an environment's own constructor runs here
+        except Exception as error:
             raise EnvError(f"environment {name!r} cannot be made: {type(error).__name__}: {error}") from error
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
         limits = EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length)
@@ -191,7 +192,7 @@ class EpisodeRunner:
     def _open(self, run: _Run, name: str, policy: str) -> Session:
         config, spec = self._config, run.spec
         params = SamplingParams(
-            temperature=config.temperature if spec.temperature is None else spec.temperature,
+            temperature=self._temperature(spec),
             top_p=config.top_p,
             top_k=config.top_k,
             min_p=config.min_p,
@@ -211,6 +212,9 @@ class EpisodeRunner:
         )
         run.sessions[name] = (session, policy)
         return session
+
+    def _temperature(self, spec: EpisodeSpec) -> float:
+        return self._config.temperature if spec.temperature is None else spec.temperature
 
     def _agent(self, task: Task) -> Agent:
         name = task.agent or self._config.agent.name

@@ -271,7 +271,7 @@ async def open_run(config: TrainConfig, directory: Path, console: Console) -> As
         trajectories = TrajectoryWriter(directory / "trajectories.jsonl")
         stack.callback(trajectories.close)
         batches = BatchWriter(
-            directory / "batches.jsonl", after_step=state.step, max_tokens=config.batch.max_tokens_per_row
+            directory / "batches.jsonl", part=part, after_step=state.step, max_tokens=config.batch.max_tokens_per_row
         )
         stack.callback(batches.close)
         metrics = JSONLLogger(directory / "metrics.jsonl")

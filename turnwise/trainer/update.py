@@ -63,10 +63,11 @@ def recompute_logprobs(learner: Learner, rows: Sequence[TrainRow], budget: int) 
     batches: list[MicroBatch] = pack(rows, budget)
     found: dict[RowKey, Tensor] = {}
     for micro, scores in zip(batches, learner.logprobs(batches), strict=True):
-        counts = [rows[index].sample.trained_tokens for index in micro.rows]
-        pieces: tuple[Tensor, ...] = scores.cpu().split(counts)  # type: ignore[no-untyped-call]
-        for index, piece in zip(micro.rows, scores.cpu().split(counts), strict=True):
-            found[_key(rows[index])] = piece
+        start = 0
+        for index in micro.rows:
+            end = start + rows[index].sample.trained_tokens
+            found[_key(rows[index])] = scores[start:end].cpu()
+            start = end
     return found
 
 

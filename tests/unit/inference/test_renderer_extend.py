@@ -218,6 +218,16 @@ def test_open_reasoning_is_closed_at_a_cut_and_declined_at_a_stop(family: str) -
     assert after == cut[1:]
 
 
+def test_a_reasoning_marker_inside_a_call_opens_no_reasoning() -> None:
+    renderer = renderer_for("qwen3")
+    ids = text_ids(renderer, '<tool_call>{"name": "lookup", "arguments": {"key": "<think>"}}</tool_call><|im_end|>')
+    read = renderer.parse(ids, text_ids(renderer, renderer._facts.prompt), TOOLS)
+    (call,) = read["tool_calls"]
+    assert (call.arguments, call.error) == ({"key": "<think>"}, None)
+    named = ToolCall(FIRST.id, call.name, call.arguments)
+    assert extend(renderer, [USER], ids, says("", named), [answer(named)], TOOLS) is not None
+
+
 @pytest.mark.parametrize("family", MAIN)
 def test_ids_behind_a_stop_id_are_declined(family: str) -> None:
     renderer = renderer_for(family)

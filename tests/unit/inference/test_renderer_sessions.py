@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.chat_models import FAMILIES, renderer_for
 
+from support.chat_models import FAMILIES, renderer_for
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.scripted import replay
 from turnwise.types import Message, ToolCall, ToolSchema

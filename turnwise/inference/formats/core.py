@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from turnwise.inference.formats.jsoncalls import skip_blanks
 from turnwise.inference.tokens import Marks
 from turnwise.types import ToolCall, ToolSchema
 
@@ -192,8 +193,12 @@ class ChatFormat(ABC):
         if not self._open:
             return False
         last_close = turn.text.rfind(self._close)
-        last_open = turn.text.rfind(self._open)
-        return last_open > last_close or (turn.opened and last_close < 0)
+        if turn.text.rfind(self._open) <= last_close and not (turn.opened and last_close < 0):
+            return False
+        # An opening marker inside a call opens nothing, which only a walk over the turn can tell.
+        scan = _Scan(self, turn, (), (self._open, self._close), self._openers)
+        scan.run()
+        return scan.thinking
 
     def parse(self, turn: TurnText, tools: Sequence[ToolSchema]) -> Parsed:
         """Return what a turn means. Never raises, whatever was sampled."""
@@ -202,9 +207,24 @@ class ChatFormat(ABC):
 
 
 class _Scan:
-    """One walk over a turn: reasoning, blocks, and the text around them."""
+    """One walk over a turn: reasoning, blocks, and the text around them.
 
-    __slots__ = ("_content", "_format", "_marks", "_openers", "_parsed", "_text", "_thoughts", "_tools", "_turn")
+    Attributes:
+        thinking: Whether reasoning is open where the walk ended.
+    """
+
+    __slots__ = (
+        "_content",
+        "_format",
+        "_marks",
+        "_openers",
+        "_parsed",
+        "_text",
+        "_thoughts",
+        "_tools",
+        "_turn",
+        "thinking",
+    )
 
     def __init__(
         self,
@@ -223,6 +243,7 @@ class _Scan:
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._parsed = Parsed()
+        self.thinking = False
 
     def run(self) -> Parsed:
         text, end = self._text, len(self._text)
@@ -260,7 +281,7 @@ class _Scan:
             return min(found, default=-1)
         if self._parsed.calls or "".join(self._content).strip():
             return -1
-        start = position + len(self._text[position:]) - len(self._text[position:].lstrip())
+        start = skip_blanks(self._text, position)
         return start if start < limit else -1
 
     def _block(self, start: int) -> int:
@@ -278,6 +299,7 @@ class _Scan:
         """Take reasoning from ``position``; return where it ends."""
         text, closer = self._text, self._marks[1]
         close = text.find(closer, position)
+        self.thinking = close < 0
         limit = len(text) if close < 0 else close
         self._thoughts.append(text[position:limit])
         at = position

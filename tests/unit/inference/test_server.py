@@ -1,0 +1,483 @@
+"""The server as a process: routes over loopback, life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import orjson
+import psutil
+import pytest
+import torch
+
+from support.tiny_lm import VOCABULARY, greedy, logprobs, make_model, random_prompt, save_model
+from turnwise.errors import InferenceError, RequestRefused
+from turnwise.inference.builtin import BuiltinReplica
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.core import ModelInfo
+from turnwise.inference.weights import write_weights
+from turnwise.types import SamplingParams, TokenPrompt
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+CONFIG = InferenceConfig(max_context=500, close_timeout=10)
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    model = make_model("qwen3")
+    return model, save_model(model, tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+async def replica(lm, tmp_path_factory):
+    server = BuiltinReplica(lm[1], CONFIG, name="tiny", log_file=tmp_path_factory.mktemp("logs") / "server.log")
+    await server.launch()
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+async def client(replica):
+    made = HTTPClient([replica.url])
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def http(replica):
+    async with aiohttp.ClientSession(replica.url) as session:
+        yield session
+
+
+def prompt(seed: int = 0, tokens: int = 20) -> np.ndarray:
+    return random_prompt(np.random.default_rng(seed), tokens)
+
+
+async def until(condition, what: str) -> None:
+    """Wait for something that another process does."""
+    async with asyncio.timeout(30):
+        while not await condition():
+            await asyncio.sleep(0.01)
+    assert what
+
+
+# -- routes
+
+
+async def test_greedy_over_http_equals_generate(lm, client):
+    model, _ = lm
+    prompts = [prompt(seed, size) for seed, size in enumerate((1, 5, 40, 40, 90))]
+    answers = await asyncio.gather(
+        *(client.generate(TokenPrompt(ids), GREEDY, session_id=str(n)) for n, ids in enumerate(prompts))
+    )
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids.tolist() == greedy(model, ids, 20)
+        full = np.concatenate([ids, answer.token_ids])
+        assert np.abs(answer.logprobs - logprobs(model, full, len(ids))).max() < 1e-4
+
+
+async def test_the_body_is_vllms(http):
+    body = {
+        "token_ids": [1, 2, 3],
+        "sampling_params": {"temperature": 1, "max_tokens": 4, "logprobs": 0, "ignore_eos": True},
+    }
+    async with http.post("/inference/v1/generate", json={**body, "request_id": "mine"}) as answer:
+        reply = await answer.json()
+    assert answer.status == 200
+    assert reply["request_id"] == "mine"
+    assert reply["usage"]["prompt_tokens"] == 3
+    assert reply["usage"]["total_tokens"] == 7
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "length"
+    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
+    body["sampling_params"].pop("logprobs")
+    async with http.post("/inference/v1/generate", json=body) as answer:
+        assert (await answer.json())["choices"][0]["logprobs"] is None
+
+
+async def test_a_stream_is_server_sent_events_and_ends_with_done(http, lm):
+    body = {
+        "token_ids": prompt().tolist(),
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_tokens": 6, "logprobs": 0, "ignore_eos": True},
+    }
+    async with http.post("/inference/v1/generate", json=body) as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        raw = await answer.read()
+    lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n\n") if line]
+    assert lines[-1] == b"[DONE]"
+    *events, usage = [orjson.loads(line) for line in lines[:-1]]
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 6
+    ids = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert ids == greedy(lm[0], prompt(), 6, eos=False)
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 5 + ["length"]
+
+
+async def test_streamed_through_the_client(lm, client):
+    deltas = [delta async for delta in client.stream(TokenPrompt(prompt()), GREEDY, session_id="s")]
+    assert np.concatenate([delta.token_ids for delta in deltas]).tolist() == greedy(lm[0], prompt(), 20)
+    assert [delta.finish_reason is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+
+
+async def test_what_is_served(client, http):
+    assert await client.model_info() == ModelInfo("tiny", 500, 0)
+    async with http.get("/health") as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"token_ids": []}, "token_ids", "at least one id"),
+        ({"token_ids": [VOCABULARY]}, "token_ids", f"0 to {VOCABULARY - 1}"),
+        ({"token_ids": [1] * 500}, "token_ids", "context length is 500"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature", "at least 0, not -1"),
+    ],
+)
+async def test_bad_requests_are_400_with_field_value_and_remedy(http, body, field, message):
+    whole = {"token_ids": [1, 2], "sampling_params": {}, **body}
+    async with http.post("/inference/v1/generate", json=whole) as answer:
+        reply = await answer.json()
+    assert answer.status == 400
+    assert reply["error"]["param"] == field
+    assert reply["error"]["code"] == 400
+    assert message in reply["error"]["message"]
+
+
+async def test_a_refusal_is_told_apart_from_a_failure(client):
+    with pytest.raises(RequestRefused, match=r"answered 400: token_ids has 600 ids"):
+        await client.generate(TokenPrompt(np.ones(600, dtype=np.int32)), GREEDY, session_id="s")
+
+
+async def test_unknown_routes_and_bodies(http):
+    async with http.get("/v1/chat/completions") as answer:
+        assert answer.status == 404
+        assert "POST /inference/v1/generate" in (await answer.json())["error"]["message"]
+    for route, raw in (
+        ("/abort_requests", b"{"),
+        ("/update_weights", b"{}"),
+        ("/pause?mode=wait", b""),
+        ("/update_weight_version", b'{"new_version": "x"}'),
+    ):
+        async with http.post(route, data=raw) as answer:
+            assert answer.status == 400, route
+            assert (await answer.json())["error"]["message"]
+
+
+async def test_a_group_is_read_once_over_http(replica, client):
+    before = await replica.stats()
+    one = prompt(77, 100)
+    params = [SamplingParams(temperature=1.0, max_tokens=5, seed=seed, ignore_eos=True) for seed in range(6)]
+    await replica.pause()
+    calls = [
+        asyncio.create_task(client.generate(TokenPrompt(one), each, session_id=f"g{n}"))
+        for n, each in enumerate(params)
+    ]
+
+    async def all_there() -> bool:
+        return (await replica.stats())["waiting"] == 6
+
+    await until(all_there, "six wait")
+    await replica.resume()
+    await asyncio.gather(*calls)
+    after = await replica.stats()
+    assert after["prefilled_tokens"] - before["prefilled_tokens"] == 100 + 5
+    assert after["requests"] - before["requests"] == after["received"] - before["received"] == 6
+    assert after["cpu_seconds"] > before["cpu_seconds"]
+
+
+# -- interruptions
+
+
+async def running(replica, count: int = 1) -> None:
+    async def there() -> bool:
+        return (await replica.stats())["running"] == count
+
+    await until(there, "requests run")
+
+
+async def test_a_client_that_goes_away_releases_its_sequence(replica, client):
+    call = asyncio.create_task(client.generate(TokenPrompt(prompt(5)), LONG, session_id="gone"))
+    await running(replica)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    before = await replica.stats()
+    await running(replica, 0)
+    assert (await replica.stats())["generated_tokens"] < before["generated_tokens"] + 400
+
+
+async def test_an_abandoned_stream_releases_its_sequence(replica, client):
+    stream = client.stream(TokenPrompt(prompt(6)), LONG, session_id="gone")
+    await anext(stream)
+    await stream.aclose()
+    await running(replica, 0)
+
+
+async def test_aborts_are_continued_by_the_client(lm, replica, client):
+    model, _ = lm
+    call = asyncio.create_task(client.generate(TokenPrompt(prompt(8)), LONG, session_id="a"))
+    aborted = 0
+    for _ in range(3):
+        await running(replica)
+        aborted += await replica.abort()
+    answer = await call
+    assert aborted >= 1
+    assert answer.token_ids.tolist() == greedy(model, prompt(8), 400, eos=False)
+    assert answer.weight_versions == ((0, 0, 400),)
+    assert answer.finish_reason == "length"
+
+
+async def test_sampled_completions_are_seamless_over_aborts(replica, client):
+    params = SamplingParams(temperature=1.0, max_tokens=300, seed=3, ignore_eos=True)
+    whole = await client.generate(TokenPrompt(prompt(9)), params, session_id="a")
+    call = asyncio.create_task(client.generate(TokenPrompt(prompt(9)), params, session_id="b"))
+    await running(replica)
+    assert await replica.abort() == 1
+    assert np.array_equal((await call).token_ids, whole.token_ids)
+
+
+async def test_a_pause_with_abort_lets_clients_wait_for_the_resume(lm, replica, client):
+    stream = client.stream(TokenPrompt(prompt(10)), LONG, session_id="a")
+    pieces = [await anext(stream)]
+    call = asyncio.create_task(client.generate(TokenPrompt(prompt(10)), LONG, session_id="b"))
+    await running(replica, 2)
+    await replica.pause(abort=True)
+    stats = await replica.stats()
+    assert stats["paused"]
+    assert stats["running"] == 0
+
+    async def both_wait() -> bool:
+        # The stream is only asked for more once its pieces are taken.
+        return (await replica.stats())["waiting"] >= 1
+
+    await until(both_wait, "the continuation waits")
+    assert not call.done()
+    await replica.resume()
+    pieces += [piece async for piece in stream]
+    expected = greedy(lm[0], prompt(10), 400, eos=False)
+    assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == expected
+    assert (await call).token_ids.tolist() == expected
+
+
+async def test_one_request_is_aborted_by_its_id(http, replica):
+    body = {"token_ids": [1, 2], "request_id": "victim", "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
+    call = asyncio.create_task(http.post("/inference/v1/generate", json=body))
+    await running(replica)
+    async with http.post("/inference/v1/generate", json=body) as answer:
+        assert answer.status == 400
+        assert "in flight already" in (await answer.json())["error"]["message"]
+    async with http.post("/abort_requests", json={"request_ids": ["other"]}) as answer:
+        assert (await answer.json())["aborted"] == 0
+    async with http.post("/abort_requests", json={"request_ids": ["victim"]}) as answer:
+        assert (await answer.json())["aborted"] == 1
+    reply = await (await call).json()
+    assert reply["choices"][0]["finish_reason"] == "abort"
+    assert 0 < len(reply["choices"][0]["token_ids"]) < 400
+
+
+# -- weights (these change what is served: each gives the first weights back)
+
+
+async def test_an_update_in_flight(lm, replica, client, tmp_path):
+    model, _ = lm
+    new = make_model("qwen3", 1)
+    manifest = write_weights(new.state_dict().items(), tmp_path, 4)
+    call = asyncio.create_task(client.generate(TokenPrompt(prompt(11)), LONG, session_id="a"))
+    await running(replica)
+    assert await replica.update_weights(manifest) == 4
+    answer = await call
+    try:
+        (old, _, middle), (version, start, end) = answer.weight_versions
+        assert (old, version, start, end) == (0, 4, middle, 400)
+        assert answer.token_ids[:middle].tolist() == greedy(model, prompt(11), middle, eos=False)
+        so_far = np.concatenate([prompt(11), answer.token_ids[:middle]])
+        assert answer.token_ids[middle:].tolist() == greedy(new, so_far, 400 - middle, eos=False)
+        assert (await client.model_info()).weight_version == 4
+        bad = write_weights([("model.norm.weight", torch.zeros(3))], tmp_path / "bad", 5)
+        with pytest.raises(RequestRefused, match="weights version 5 do not fit the served model"):
+            await replica.update_weights(bad)
+        Path(manifest.path).write_bytes(b"broken")
+        with pytest.raises(RequestRefused, match="cannot be read"):
+            await replica.update_weights(manifest)
+        assert (await client.model_info()).weight_version == 4
+        after = await client.generate(TokenPrompt(prompt(12)), GREEDY, session_id="x")
+        assert after.token_ids.tolist() == greedy(new, prompt(12), 20)
+    finally:
+        await replica.update_weights(write_weights(model.state_dict().items(), tmp_path / "back", 0))
+
+
+async def test_diverged_weights_fail_requests_and_not_the_server(lm, replica, client, tmp_path):
+    broken = {name: torch.full_like(tensor, float("inf")) for name, tensor in lm[0].state_dict().items()}
+    await replica.update_weights(write_weights(broken.items(), tmp_path, 6))
+    try:
+        with pytest.raises(InferenceError, match="not finite") as caught:
+            await client.generate(TokenPrompt(prompt()), GREEDY, session_id="x")
+        assert not isinstance(caught.value, RequestRefused)
+        with pytest.raises(InferenceError, match="not finite"):
+            [delta async for delta in client.stream(TokenPrompt(prompt()), GREEDY, session_id="x")]
+        assert await replica.health()
+    finally:
+        await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "back", 0))
+
+
+# -- life and death (servers of their own)
+
+
+@pytest.fixture
+async def mortal(lm, tmp_path):
+    server = BuiltinReplica(lm[1], CONFIG, log_file=tmp_path / "logs" / "mortal.log")
+    await server.launch()
+    yield server
+    await server.close()
+
+
+async def test_a_killed_server_is_noticed_and_comes_back_with_its_weights(mortal, lm, tmp_path):
+    new = make_model("qwen3", 1)
+    await mortal.update_weights(write_weights(new.state_dict().items(), tmp_path / "w", 7))
+    client = HTTPClient([mortal.url], retries=0)
+    call = asyncio.create_task(client.generate(TokenPrompt(prompt()), LONG, session_id="s"))
+    await running(mortal)
+    url, first = mortal.url, mortal.pid
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(InferenceError, match="cannot be reached after 1 tries"):
+        await call
+    death = await asyncio.wait_for(mortal.wait_died(), 10)
+    assert f"process {first}) died: signal 9" in str(death)
+    assert not await mortal.health()
+    patient = HTTPClient([url], retries=30)
+    waiting = asyncio.create_task(patient.generate(TokenPrompt(prompt()), GREEDY, session_id="s"))
+    await mortal.restart()
+    assert not mortal.died.is_set()
+    assert mortal.pid != first
+    assert mortal.url == url
+    await waiting
+    after = await patient.generate(TokenPrompt(prompt()), GREEDY, session_id="t")
+    assert after.weight_versions == ((7, 0, len(after.token_ids)),)
+    assert after.token_ids.tolist() == greedy(new, prompt(), 20)
+    spent = await mortal.cpu_seconds()
+    await mortal.close()
+    await mortal.close()
+    assert await mortal.cpu_seconds() >= spent > 1.0
+    assert not psutil.pid_exists(first)
+    assert not mortal.died.is_set()
+    await client.close()
+    await patient.close()
+
+
+async def test_a_server_that_ends_by_itself_has_died_too(mortal):
+    os.kill(mortal.pid, signal.SIGTERM)
+    death = await asyncio.wait_for(mortal.wait_died(), 10)
+    assert "died" in str(death)
+    with pytest.raises(InferenceError, match="does not run"):
+        await mortal.pause()
+
+
+async def test_a_launch_that_fails_shows_the_log(tmp_path, lm):
+    nothing = BuiltinReplica(tmp_path / "no-model", CONFIG, log_file=tmp_path / "a.log")
+    with pytest.raises(InferenceError, match=r"did not start: exit code 1(?s:.*)no-model"):
+        await nothing.launch()
+    assert nothing.pid is None
+    small = InferenceConfig(kv_tokens=64)
+    with pytest.raises(InferenceError, match="raise kv_tokens to at least 512"):
+        await BuiltinReplica(lm[1], small, log_file=tmp_path / "b.log").launch()
+    hasty = InferenceConfig(launch_timeout=0.01, close_timeout=0.01)
+    with pytest.raises(InferenceError, match=r"within 0.01 s \(inference.launch_timeout\)"):
+        await BuiltinReplica(lm[1], hasty, log_file=tmp_path / "c.log").launch()
+
+
+async def test_a_port_that_is_taken_is_named(replica, lm, tmp_path):
+    taken = CONFIG.model_copy(update={"port": int(replica.url.rpartition(":")[2])})
+    with pytest.raises(InferenceError, match=r"cannot be bound .*choose another port, or 0"):
+        await BuiltinReplica(lm[1], taken, log_file=tmp_path / "log").launch()
+
+
+async def test_kill_9_of_the_parent_leaves_no_server_behind(lm, tmp_path):
+    script = textwrap.dedent(
+        f"""
+        import asyncio, sys
+        from turnwise.inference.builtin import BuiltinReplica
+        from turnwise.inference.client import HTTPClient
+        from turnwise.types import SamplingParams, TokenPrompt, as_ids
+
+        async def main():
+            server = BuiltinReplica({str(lm[1])!r}, log_file={str(tmp_path / "log")!r})
+            await server.launch()
+            client = HTTPClient([server.url])
+            stream = client.stream(TokenPrompt(as_ids([1])), SamplingParams(max_tokens=500, ignore_eos=True), session_id="")
+            await anext(stream)
+            print(server.pid, flush=True)
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+        """
+    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
+    try:
+        server = psutil.Process(int(await asyncio.wait_for(parent.stdout.readline(), 60)))
+        assert os.getsid(server.pid) == server.pid
+        parent.kill()
+        await parent.wait()
+        await asyncio.to_thread(psutil.wait_procs, [server], 20)
+        assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            parent.kill()
+
+
+async def test_an_engine_that_fails_ends_the_process_with_its_reason(lm, tmp_path):
+    script = textwrap.dedent(
+        """
+        import sys
+        from turnwise.inference import server
+        from turnwise.inference.engine import Engine
+
+        class Broken(Engine):
+            def step(self):
+                if super().step():
+                    raise RuntimeError("planted")
+                return False
+
+        server.Engine = Broken
+        sys.exit(server.main(sys.argv[1:]))
+        """
+    )
+    read, write = os.pipe()
+    spec = {"model": str(lm[1]), "report_fd": write}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        script,
+        "--config-json",
+        orjson.dumps(spec).decode(),
+        pass_fds=(write,),
+        stderr=subprocess.PIPE,
+    )
+    os.close(write)
+    try:
+        with os.fdopen(read, "rb") as report:
+            port = orjson.loads(await asyncio.to_thread(report.readline))["port"]
+        client = HTTPClient([f"http://127.0.0.1:{port}"], retries=0)
+        with pytest.raises(InferenceError, match="cannot be reached"):
+            await client.generate(TokenPrompt(prompt()), GREEDY, session_id="s")
+        await client.close()
+        _, log = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert process.returncode == 70
+    assert b"CRITICAL turnwise.inference.server: the engine died" in log
+    assert b"RuntimeError: planted" in log
