@@ -66,7 +66,7 @@ class SessionError(TurnwiseError):
 
 
 class BudgetSpent(TurnwiseError):
-    """Nothing is left to sample. Carries the reason with which the trajectory ends."""
+    """Nothing is left to sample, or no unusable call is left. Carries the reason with which the trajectory ends."""
 
     def __init__(self, stop_reason: str, message: str) -> None:
         super().__init__(message)

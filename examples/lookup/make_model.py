@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from turnwise.inference.template import ChatTemplate
@@ -22,7 +23,7 @@ def make_model(directory: Path, conversations: list[dict[str, Any]], seed: int) 
     """Write a new model to a directory in Hugging Face format; return its number of parameters."""
     directory.mkdir(parents=True, exist_ok=True)
     template = TEMPLATE.read_text()
-    tokenizer = train_tokenizer(rendered(conversations, template))
+    tokenizer = train_tokenizer(rendered(conversations, template), values(conversations))
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -73,20 +74,37 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def values(conversations: list[dict[str, Any]]) -> list[str]:
+    """Return the words that are data: arguments of calls and answers of tools."""
+    found = set()
+    for conversation in conversations:
+        for message in map(with_objects, conversation["messages"]):
+            found.update(
+                str(v) for call in message.get("tool_calls", []) for v in call["function"]["arguments"].values()
+            )
+            if message["role"] == "tool":
+                found.add(message["content"])
+    return sorted(found)
+
+
+def train_tokenizer(texts: Iterable[str], data: Iterable[str]) -> Tokenizer:
     """Train a byte-level BPE whose merges cross spaces and punctuation, so that fixed text is a few tokens.
 
-    What is rarer than every twentieth conversation is not merged: names stay tokens of their own and can be copied
-    from one place to another. Digits are never merged.
+    Digits are never merged, and nothing is merged into the words of ``data``: the same name is the same token wherever
+    it stands, so it can be copied from one place to another.
     """
-    texts = list(texts)
     tokenizer = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(rf"\b(?:{'|'.join(map(re.escape, data))})\b"), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
-        min_frequency=len(texts) // 20,
+        min_frequency=2,
         special_tokens=SPECIAL + MARKERS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -2,15 +2,15 @@
 
 A model that was shown only right conversations would leave reinforcement learning nothing to do. Here four out of five
 are wrong, so the warm model is right about one time in five, and greedily never: the likeliest thing it has seen after
-the first call is a guess. Every demonstration copies names out of the conversation, the wrong ones too, because
+the first call is to give up. Every demonstration copies names out of the conversation, the wrong ones too, because
 copying has to be learned before rewards can teach when to do what.
 
-| share | what it shows                                       |
-| ----- | --------------------------------------------------- |
-| 20 %  | both calls, then the right name                     |
-| 55 %  | the first call, then a guess                        |
-| 15 %  | a guess at once                                     |
-| 10 %  | the first call, the manager of another team, a name |
+| share | what it shows                                            |
+| ----- | -------------------------------------------------------- |
+| 20 %  | both calls, then the right name                          |
+| 55 %  | the first call, then the name of who was asked about     |
+| 15 %  | that name at once                                        |
+| 10 %  | the first call, then the manager of another team         |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from turnwise.envs.core import invoke, schemas
-from turnwise.envs.lookup import NAMES, TEAMS, LookupEnv, tasks
+from turnwise.envs.lookup import TEAMS, LookupEnv, tasks
 from turnwise.types import Message, ToolCall
 
 Plan = list[tuple[str, str] | str]
@@ -35,13 +35,14 @@ def plan(env: LookupEnv, rng: random.Random) -> Plan:
     table = env.table
     team = table.teams[table.person]
     first = ("team_of", table.person)
+    guess = f"I think it is {table.person}."
     kind = rng.random()
     if kind < 0.20:
         return [first, ("manager_of", team), table.answer]
     if kind < 0.75:
-        return [first, f"I think it is {rng.choice(NAMES)}."]
+        return [first, guess]
     if kind < 0.90:
-        return [f"I think it is {rng.choice(NAMES)}."]
+        return [guess]
     other = rng.choice([name for name in TEAMS if name != team])
     return [first, ("manager_of", other), table.managers[other]]
 

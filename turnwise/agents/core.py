@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from turnwise.envs.core import Env, StepResult, invoke
-from turnwise.errors import AgentError, EnvError, RegistryError
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import AgentError, BudgetSpent, EnvError, RegistryError
 from turnwise.inference.session import Session
 from turnwise.references import load_object
 from turnwise.tasks import Task
@@ -52,7 +53,7 @@ class Reward:
 
 
 class ToolThreadLost(EnvError):
-    """A sync tool outran its time-out and cannot be stopped: its environment must not be used again."""
+    """Code of a tool or an environment was given up and cannot be stopped: its environment must not be used again."""
 
     retryable: ClassVar[bool] = False
 
@@ -159,14 +160,26 @@ class Episode:
         """Answer one tool call, outside of a step. Its reward is noted on the turn that made the call.
 
         Raises:
-            EnvError: The environment answers no single calls, or raised.
+            EnvError: The environment raised or broke its contract.
+            BudgetSpent: So many calls in a row were unusable that the episode ends; let it pass, the runner knows
+                what it means.
+            AgentError: The episode has ended already, or its environment answers no single calls.
         """
+        if not isinstance(self._env, ToolEnv):
+            raise AgentError(
+                f"episode.call: {type(self._env).__qualname__} is no ToolEnv and answers whole messages only: hand "
+                "them to episode.step, or choose another agent"
+            )
+        if self.ended and self.stop_reason is not StopReason.INVALID_CALLS:
+            raise AgentError("episode.call was called after the episode ended: stop when a step says so")
+        self._check_invalid(self._env)
         response: ToolResponse = await invoke(self._env, "call", call, executor=self._executor)
         if response.reward is not None:
             turn = self.session_for(agent).turn_of_call(call.id)
             self.note(f"tool/{call.name}", response.reward, turn, agent=agent)
         self.count({"tool_calls": 1.0, "tool_errors": float(response.error is not None), **response.metrics})
         self._check_threads()
+        self._check_invalid(self._env)
         return response
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
@@ -191,6 +204,7 @@ class Episode:
         """Score the episode, unless a step did. Called once, by the runner."""
         if self.scored:
             return
+        self._check_threads()
         self.scored = True
         parts: dict[str, float] = await invoke(self._env, "score", self.answer(), executor=self._executor)
         for name, value in parts.items():
@@ -208,8 +222,19 @@ class Episode:
     def _check_threads(self) -> None:
         if self._env.lost_thread:
             raise ToolThreadLost(
-                f"a sync tool of {type(self._env).__name__} outran its time-out: its thread cannot be stopped, so the "
-                "episode ends; make the tool async, or give it a time-out of its own"
+                f"a sync tool or method of {type(self._env).__name__} outran its time-out: its thread cannot be "
+                "stopped, so the episode ends; make it async, or give what it waits for a time-out of its own"
+            )
+
+    def _check_invalid(self, env: ToolEnv) -> None:
+        """End the episode as a step would: an agent that answers call by call sees no step that says so."""
+        if 0 < env.max_invalid_calls <= env.invalid_in_a_row:
+            self.ended = True
+            self.finish(StopReason.INVALID_CALLS)
+            raise BudgetSpent(
+                StopReason.INVALID_CALLS,
+                f"{env.invalid_in_a_row} calls in a row did not reach a tool; max_invalid_calls is "
+                f"{env.max_invalid_calls}",
             )
 
 

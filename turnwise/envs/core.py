@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast, get_args
 from turnwise.errors import EnvError, ToolSchemaError, TurnwiseError
 from turnwise.tasks import Task
 from turnwise.tools.core import FunctionTool, Tool, as_tool
-from turnwise.tools.threads import default_threads
+from turnwise.tools.threads import ToolThreads, default_threads
 from turnwise.types import Message, Role, StopReason, ToolSchema
 
 T = TypeVar("T")
@@ -63,7 +63,8 @@ class Env:
         blocking: Whether plain (not async) methods may take long: they then run in a thread.
         score_range: The least and the largest score that is possible, where they are known; ``check_env`` asks.
         executor: Where threads come from; the runner sets it.
-        lost_thread: Whether a tool that timed out still runs: the environment must not be used any further.
+        lost_thread: Whether a tool or a method that was given up still runs in its thread: the environment must not
+            be used any further.
     """
 
     tools: Sequence[Any] = ()
@@ -228,12 +229,7 @@ async def _call(env: Env, method: str, args: tuple[Any, ...], kwargs: dict[str, 
     function: Callable[..., Any] = getattr(env, method)
     try:
         if env.blocking and not inspect.iscoroutinefunction(function):
-            executor = default_threads() if env.executor is None else env.executor
-            context = contextvars.copy_context()
-            future = executor.submit(lambda: _guarded(context.run, function, args, kwargs))
-            result, raised = await asyncio.wrap_future(future)
-            if raised is not None:
-                raise raised
+            result = await _in_thread(env, function, args, kwargs)
         else:
             result = function(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
@@ -243,6 +239,24 @@ async def _call(env: Env, method: str, args: tuple[Any, ...], kwargs: dict[str, 
         raise EnvError(f"{type(env).__qualname__} defines no {method}(): {error}") from error
     except (Exception, SystemExit) as error:  # an environment's code: what it raises is named as its own
         raise EnvError(f"{type(env).__qualname__}.{method} raised {type(error).__name__}: {error}") from error
+
+
+async def _in_thread(
+    env: Env, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    executor = default_threads() if env.executor is None else env.executor
+    context = contextvars.copy_context()
+    future = executor.submit(lambda: _guarded(context.run, function, args, kwargs))
+    try:
+        result, raised = await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        # A thread cannot be cancelled: what it runs may change the environment at any time from now on.
+        if isinstance(executor, ToolThreads) and executor.abandon(future):
+            env.lost_thread = True
+        raise
+    if raised is not None:
+        raise raised
+    return result
 
 
 def _guarded(

@@ -101,6 +101,8 @@ class BuiltinReplica(Replica):
         self._port = self._config.port
         self._spent_cpu = 0.0
         self._death = EngineDied("the server has not died")
+        # A restart brings back the last weights: newer ones must not be overtaken by them.
+        self._loading = asyncio.Lock()
         self.died = asyncio.Event()
 
     @property
@@ -120,9 +122,12 @@ class BuiltinReplica(Replica):
         Raises:
             InferenceError: It ended or did not answer in time; the message holds the end of its log.
         """
+        await self._launch(paused=False)
+
+    async def _launch(self, *, paused: bool) -> None:
         if self._process is not None:
             raise InferenceError(f"the server of {self._model} runs already as process {self._process.pid}")
-        process, report = self._spawn()
+        process, report = self._spawn(paused=paused)
         self._process = process
         try:
             line = await asyncio.wait_for(_read_line(report, process), self._config.launch_timeout)
@@ -166,6 +171,10 @@ class BuiltinReplica(Replica):
             RequestRefused: The weights do not fit; the server keeps what it has.
             InferenceError: The server did not answer.
         """
+        async with self._loading:
+            return await self._load(manifest)
+
+    async def _load(self, manifest: WeightManifest) -> int:
         await self._request("POST", "/update_weights", wire.encode_manifest(manifest))
         body = orjson.dumps({"new_version": str(manifest.version)})
         answer = await self._request("POST", "/update_weight_version", body)
@@ -194,25 +203,28 @@ class BuiltinReplica(Replica):
     async def restart(self) -> None:
         """Start the server again, with the weights it had: the last manifest that it was given.
 
-        It takes its old port where that is free; :attr:`url` is valid again afterwards.
+        It takes its old port where that is free; :attr:`url` is valid again afterwards. No request is answered by
+        other weights meanwhile: those that arrive wait for them.
 
         Raises:
             InferenceError: It does not start, or the weights are gone.
         """
-        port = self._port
-        await self.close()
-        self.died.clear()
-        try:
-            self._port = port
-            await self.launch()
-        except InferenceError:
-            if self._config.port:
-                raise
-            # Somebody took the port meanwhile.
-            self._port = 0
-            await self.launch()
-        if self._manifest is not None:
-            await self.update_weights(self._manifest)
+        async with self._loading:
+            port, manifest = self._port, self._manifest
+            await self.close()
+            self.died.clear()
+            try:
+                self._port = port
+                await self._launch(paused=manifest is not None)
+            except InferenceError:
+                if self._config.port:
+                    raise
+                # Somebody took the port meanwhile.
+                self._port = 0
+                await self._launch(paused=manifest is not None)
+            if manifest is not None:
+                await self._load(manifest)
+                await self.resume()
 
     async def close(self) -> None:
         """End the server and wait for its process. Closing twice is no error."""
@@ -228,7 +240,7 @@ class BuiltinReplica(Replica):
 
     # -- the process
 
-    def _spawn(self) -> tuple[_Process, int]:
+    def _spawn(self, *, paused: bool) -> tuple[_Process, int]:
         report_read, report_write = os.pipe()
         lifeline_read, lifeline_write = os.pipe()
         spec = {
@@ -236,6 +248,7 @@ class BuiltinReplica(Replica):
             "name": self._name,
             "weight_version": self._weight_version,
             "config": self._config.model_copy(update={"port": self._port}).model_dump(),
+            "paused": paused,
             "report_fd": report_write,
             "lifeline_fd": lifeline_read,
         }

@@ -77,7 +77,10 @@ class CausalLM:
         self._config: Any = self._model.config.get_text_config()
         self.dtype: torch.dtype = self._model.dtype
         self.vocabulary: int = int(self._model.get_input_embeddings().weight.shape[0])
-        self.context_length: int = int(self._config.max_position_embeddings)
+        longest = getattr(self._config, "max_position_embeddings", None)
+        if longest is None:
+            raise InferenceError(f"{self._architecture} names no max_position_embeddings; {_REMEDY}")
+        self.context_length: int = int(longest)
         generation: Any = self._model.generation_config
         eos = generation.eos_token_id if generation is not None else None
         eos = self._config.eos_token_id if eos is None else eos

@@ -20,7 +20,8 @@ class InferenceConfig(BaseModel):
         threads: CPU threads of one server. More than one pays only for larger models on idle cores.
         max_seqs: Most sequences that are sampled at the same time; further requests wait.
         max_context: Most tokens of prompt and completion together; None is the model's own limit.
-        kv_tokens: Tokens whose keys and values are kept in memory, prefixes that wait for their next turn included.
+        kv_tokens: Tokens whose keys and values are kept in memory, prefixes that wait for their next turn included;
+            None is 131072, or one sequence of ``max_context`` tokens where that is more.
         max_batch_tokens: Most tokens of one forward pass; longer prompts are read in pieces.
         prefix_cache: Whether the keys and values of a shared prefix are used again.
         host: Address that the server binds.
@@ -40,7 +41,7 @@ class InferenceConfig(BaseModel):
     threads: int = Field(default=1, ge=1)
     max_seqs: int = Field(default=256, ge=1)
     max_context: int | None = Field(default=None, ge=2)
-    kv_tokens: int = Field(default=131072, ge=32)
+    kv_tokens: int | None = Field(default=None, ge=32)
     max_batch_tokens: int = Field(default=2048, ge=16)
     prefix_cache: bool = True
     host: str = "127.0.0.1"

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from turnwise.inference.causal_lm import CausalLM
 from turnwise.inference.generation import Generation, Output, StopStrings
-from turnwise.inference.kv import RETAINED, KVCache
+from turnwise.inference.kv import RETAINED, KVCache, capacities
 from turnwise.inference.sampling import sample
 from turnwise.inference.slots import WORTH_SHARING, Found, Prefixes, SlotTable
 from turnwise.inference.stats import EngineStats
@@ -37,6 +37,7 @@ from turnwise.inference.steps import Step, arrange, build_step
 from turnwise.types import FinishReason
 
 ResultT = TypeVar("ResultT")
+_KV_TOKENS = 131072
 
 
 class Engine:
@@ -55,7 +56,7 @@ class Engine:
         *,
         max_seqs: int = 256,
         max_context: int | None = None,
-        kv_tokens: int = 131072,
+        kv_tokens: int | None = None,
         max_batch_tokens: int = 2048,
         prefix_cache: bool = True,
         weight_version: int = 0,
@@ -68,7 +69,7 @@ class Engine:
             deliver: Is given the outputs of each step, on the engine's thread.
             max_seqs: Most sequences that run at the same time.
             max_context: Most tokens of a sequence; None is the model's limit.
-            kv_tokens: Tokens that memory may be allocated for.
+            kv_tokens: Tokens that memory may be allocated for; None is 131072, or one whole sequence.
             max_batch_tokens: Most tokens of a step (more only where more sequences decode).
             prefix_cache: Whether shared prefixes are used again.
             weight_version: Version of the weights as loaded.
@@ -85,10 +86,11 @@ class Engine:
         self._max_batch_tokens = max_batch_tokens
         self._prefix_cache = prefix_cache
         self._tokenizer = tokenizer
+        budget = kv_tokens if kv_tokens is not None else max(_KV_TOKENS, capacities(self.max_context)[-1])
         # As many prefixes as sequences: more would only grow colder.
         slots = 2 * max_seqs
         self._cache = KVCache(
-            model.geometry, model.dtype, model.device, slots=slots, longest=self.max_context, budget=kv_tokens
+            model.geometry, model.dtype, model.device, slots=slots, longest=self.max_context, budget=budget
         )
         self._table = SlotTable(slots, self._cache.ids.shape[1])
         self._prefixes = Prefixes(self._cache)

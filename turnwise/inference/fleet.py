@@ -16,6 +16,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 
 _log = logging.getLogger(__name__)
+_COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
 
 
 class Fleet:
@@ -42,7 +43,9 @@ class Fleet:
         self._client: HTTPClient | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._fatal: InferenceError | None = None
-        self._whole = asyncio.Event()
+        # Servers whose end was noticed and that are not back yet; one of the two events is always set.
+        self._down: set[BuiltinReplica] = set()
+        self._whole, self._broken = asyncio.Event(), asyncio.Event()
         self._whole.set()
 
     @property
@@ -78,18 +81,34 @@ class Fleet:
         Raises:
             InferenceError: A server died a second time, or could not be started again.
         """
-        # The end of a process is noticed by a thread: it may be a moment behind the broken connection.
+        while True:
+            await self._whole.wait()
+            if self._fatal is not None:
+                raise self._fatal
+            restarts = self.restarts
+            silent = [replica for replica in self.replicas if not await replica.health()]
+            if self._down or self.restarts != restarts:
+                continue
+            if not silent:
+                return
+            # The end of a process is noticed by a thread: it may be a moment behind the broken connection.
+            try:
+                await asyncio.wait_for(self._broken.wait(), self._config.close_timeout)
+            except TimeoutError:
+                raise InferenceError(f"{silent[0].url} runs, but does not answer: {error}") from error
+
+    async def stats(self) -> dict[str, float]:
+        """Return the servers' counters, summed, and ``restarts``; what a server that died had counted is gone.
+
+        Raises:
+            InferenceError: A server does not answer.
+        """
+        total: dict[str, float] = {"restarts": float(self.restarts)}
         for replica in self.replicas:
-            if not await replica.health() and not replica.died.is_set():
-                try:
-                    await asyncio.wait_for(replica.died.wait(), self._config.close_timeout)
-                except TimeoutError:
-                    raise InferenceError(f"{replica.url} runs, but does not answer: {error}") from error
-        # Watchers are woken by the same event; let them go first.
-        await asyncio.sleep(0)
-        await self._whole.wait()
-        if self._fatal is not None:
-            raise self._fatal
+            stats = await replica.stats()
+            for name in _COUNTERS:
+                total[name] = total.get(name, 0.0) + float(stats[name])
+        return total
 
     async def close(self) -> None:
         """End all servers and the client. Closing twice is no error."""
@@ -100,12 +119,11 @@ class Fleet:
         if self._client is not None:
             await self._client.close()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
-        self._whole.set()
 
     async def _watch(self, replica: BuiltinReplica) -> None:
         for deaths in itertools.count(1):
             death = await replica.wait_died()
-            self._whole.clear()
+            self._set_down(replica, True)
             try:
                 if deaths > 1:
                     self._fatal = EngineDied(f"a server died again after a restart: {death}")
@@ -117,7 +135,16 @@ class Fleet:
                 if replica.url != before:
                     self.client.replace_url(before, replica.url)
             except InferenceError as error:
-                self._fatal = error
+                self._fatal = EngineDied(f"a server died and could not be started again: {error}")
                 return
             finally:
-                self._whole.set()
+                self._set_down(replica, False)
+
+    def _set_down(self, replica: BuiltinReplica, down: bool) -> None:
+        (self._down.add if down else self._down.discard)(replica)
+        if self._down:
+            self._whole.clear()
+            self._broken.set()
+        else:
+            self._broken.clear()
+            self._whole.set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from turnwise.inference.canonical import Canonical, Canonicalizer
+from turnwise.inference.canonical import Canonical, Canonicalizer, canonical_arguments
 from turnwise.types import Message, ToolCall
 
 
@@ -46,9 +46,14 @@ def difference(wanted: Canonical, found: Message, message: Message, seen: Callab
         if spoilt or call.value is None:
             if not error:
                 return f"call of {call.name!r}, which is meant to be unusable,"
-        elif error or not same(call.name, back.name) or not same(call.arguments, back.arguments):
+        elif error or not same(call.name, back.name) or not _same_arguments(call.arguments, back.arguments, seen):
             return f"call of {call.name!r}"
     return ""
+
+
+def _same_arguments(one: str, other: str, seen: Callable[[str], str]) -> bool:
+    """Compare canonical JSON; a normal form may change the order of keys."""
+    return one == other or canonical_arguments(seen(one))[0] == other
 
 
 def shown(message: Canonical) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -37,6 +38,7 @@ class ServerSpec(BaseModel):
         name: The served name; None is the directory's.
         weight_version: Version of the checkpoint's weights.
         config: How to serve.
+        paused: Whether requests wait until ``/resume``: these are not the weights that are to answer them.
         report_fd: Inherited descriptor that one JSON line is written to when requests are taken.
         lifeline_fd: Inherited descriptor whose end of file ends this process.
     """
@@ -47,6 +49,7 @@ class ServerSpec(BaseModel):
     name: str | None = None
     weight_version: int = 0
     config: InferenceConfig = InferenceConfig()
+    paused: bool = False
     report_fd: int | None = None
     lifeline_fd: int | None = None
 
@@ -122,6 +125,8 @@ def serve(spec: ServerSpec) -> None:
     listener = _bind(config.host, config.port)
     outbox = Outbox()
     engine, stop_strings = _load(spec, outbox.deliver)
+    if spec.paused:
+        engine.pause(abort=False)
     app = App(engine, outbox, spec.name or spec.model.resolve().name, stop_strings=stop_strings)
     options = uvicorn.Config(
         app,
@@ -144,6 +149,9 @@ def serve(spec: ServerSpec) -> None:
         threading.Thread(target=_run_engine, args=(engine,), name="engine", daemon=True).start()
         await server.serve(sockets=[listener])
 
+    # What was imported and loaded stays: collections need not look at it again.
+    gc.collect()
+    gc.freeze()
     # From here on the kernel queues connections until the loop takes them.
     listener.listen(2048)
     port = listener.getsockname()[1]

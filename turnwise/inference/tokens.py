@@ -42,6 +42,19 @@ def alternatives(strings: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
+def _first_characters(strings: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds the first character of each occurrence of any of the strings.
+
+    Only one character is taken, so occurrences that overlap are all found; the pattern begins with characters, not
+    with a look-ahead, so that text without them is passed over quickly.
+    """
+    rests: dict[str, list[str]] = {}
+    for text in strings:
+        rests.setdefault(text[0], []).append(re.escape(text[1:]))
+    parts = [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items()]
+    return re.compile("|".join(parts)) if parts else None
+
+
 class Tokens:
     """A tokenizer and its added tokens.
 
@@ -61,9 +74,7 @@ class Tokens:
         # A token of one character cannot be split, and runs of white space or plain words that a tokenizer
         # holds as added tokens are no markup: to split them would change ordinary text.
         control = [text for text in self.added if len(text) > 1 and not text.isspace() and not text.isalnum()]
-        found = alternatives(control)
-        # A look-ahead finds overlapping strings too: behind the first character of one may stand another.
-        self._control = re.compile(f"(?=(?:{found.pattern}))(.)", re.DOTALL) if found else None
+        self._control = _first_characters(control)
         self._anchor = self._find_anchor()
 
     def _find_anchor(self) -> int | None:
@@ -95,7 +106,7 @@ class Tokens:
         text = self.clean(text)
         if self._control is None:
             return text
-        text, count = self._control.subn(lambda match: match[1] + ESCAPE, text)
+        text, count = self._control.subn(lambda match: match[0] + ESCAPE, text)
         self.escaped += count
         return text
 

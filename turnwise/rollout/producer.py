@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Self
 
-from turnwise.agents.core import ToolThreadLost
 from turnwise.errors import EnvError, InferenceError, TurnwiseError
 from turnwise.inference.core import LLMClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import stable_hash
+from turnwise.tools.threads import ToolThreads
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -31,16 +30,15 @@ class RolloutProducer(RolloutManager):
         runner: EpisodeRunner,
         buffer: ReplayBuffer | None,
         parts: RolloutParts,
-        executor: ThreadPoolExecutor,
+        threads: ToolThreads,
     ) -> None:
         self._config = config
         self._runner = runner
         self._buffer = buffer
         self._parts = parts
-        self._executor = executor
+        self._threads = threads
         self._slots = asyncio.Semaphore(config.concurrency)
         self._running: set[asyncio.Task[None]] = set()
-        self._lost_threads = 0
 
     @classmethod
     async def create(
@@ -53,21 +51,28 @@ class RolloutProducer(RolloutManager):
         """
         info = await client.model_info()
         # Threads are made on demand: a run whose tools are all async has none.
-        executor = ThreadPoolExecutor(config.concurrency, thread_name_prefix="turnwise-tools")
+        # One more than may be lost: when so many are, the run ends, and until it has no call waits for nothing.
+        threads = ToolThreads(config.concurrency, max_lost=config.max_lost_threads + 1)
         runner = EpisodeRunner(
             config,
             client,
             parts.renderer,
             context_length=info.context_length,
-            executor=executor,
+            executor=threads,
             write=parts.write,
         )
-        return cls(config, runner, buffer, parts, executor)
+        return cls(config, runner, buffer, parts, threads)
 
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
-        """Start rolling out; finished groups arrive in the buffer in the order in which they end."""
+        """Start rolling out; finished groups arrive in the buffer in the order in which they end.
+
+        Raises:
+            TurnwiseError: There is no buffer.
+        """
+        if self._buffer is None:
+            raise TurnwiseError("this producer was made without a buffer: use gather()")
         for request in requests:
-            task = asyncio.create_task(self._produce(request))
+            task = asyncio.create_task(self._produce(request, self._buffer))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
@@ -98,15 +103,13 @@ class RolloutProducer(RolloutManager):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         # A thread that was lost to a time-out cannot be joined.
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _produce(self, request: RolloutRequest) -> None:
-        if self._buffer is None:
-            raise TurnwiseError("this producer was made without a buffer: use gather()")
+    async def _produce(self, request: RolloutRequest, buffer: ReplayBuffer) -> None:
         try:
-            await self._buffer.put(await self._group(request))
+            await buffer.put(await self._group(request))
         except Exception as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
-            self._buffer.fail(_first(error))
+            buffer.fail(_first(error))
 
     async def _group(self, request: RolloutRequest) -> TrajectoryGroup:
         name = f"{self._parts.run_part}-{request.partition}-{request.task.id}-e{request.epoch}"
@@ -136,22 +139,21 @@ class RolloutProducer(RolloutManager):
             async with self._slots:
                 outcome = await self._runner.run(replace(spec, attempt=attempt))
             error = outcome.error
+            self._count_lost(error)
             if error is None:
                 return outcome.trajectories
-            if isinstance(error, ToolThreadLost):
-                self._lose_thread(error)
             if isinstance(error, InferenceError) and self._parts.recover is not None:
                 await self._parts.recover(error)
             if not (isinstance(error, TurnwiseError) and error.retryable):
                 break
         return None
 
-    def _lose_thread(self, error: ToolThreadLost) -> None:
-        self._lost_threads += 1
-        if self._lost_threads > self._config.max_lost_threads:
+    def _count_lost(self, error: Exception | None) -> None:
+        if self._threads.lost > self._config.max_lost_threads:
             raise EnvError(
-                f"{self._lost_threads} tool threads were lost to time-outs, rollout.max_lost_threads is "
-                f"{self._config.max_lost_threads}: {error}"
+                f"{self._threads.lost} threads run code of tools or environments that was given up, and cannot be "
+                f"stopped; rollout.max_lost_threads is {self._config.max_lost_threads}. Give what that code waits for "
+                f"a time-out of its own, or make it async. The last error: {error or 'none'}"
             ) from error
 
 

@@ -3,7 +3,8 @@
 Owns: :class:`TrainRun` (what a loop works with) and :func:`run_train`. Refuses: the order of a step, which is the
 loop's (``loops/``).
 
-A run directory holds ``config.yaml``, ``run.json`` (which process is the how manieth, the first evaluation),
+A run directory holds ``config.yaml``, ``run.json`` (how many processes worked on it and what they cost, the first
+evaluation, a digest of what they share),
 ``metrics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batches.jsonl``, ``checkpoints/``, ``logs/`` and at the
 end ``summary.json``.
 """
@@ -16,6 +17,7 @@ import hashlib
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ import orjson
 from rich.console import Console
 
 from turnwise.config import dump_config
-from turnwise.errors import CheckpointError, FormatError, TrainError
+from turnwise.errors import CheckpointError, ConfigError, FormatError, InferenceError, RequestRefused, TrainError
 from turnwise.evaluation.result import EvalResult, result_table
 from turnwise.evaluation.runner import evaluate
 from turnwise.inference.core import Renderer
@@ -59,6 +61,7 @@ COLUMNS = {
     "gap": "gap/max",
     "s": "time/step_s",
 }
+CHECKPOINTS = "checkpoints"
 # What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
 _FREE_SECTIONS = ("runs", "name", "steps", "eval", "checkpoint", "inference", "custom")
 
@@ -152,9 +155,24 @@ class TrainRun:
         self.torn = False
 
     async def sync_weights(self) -> None:
-        """Bring the learner's weights to the servers, as the version of this step."""
-        await self.writer.sync(self.learner.export_weights(), self.fleet.replicas, self.state.step)
+        """Bring the learner's weights to the servers, as the version of this step.
+
+        A server that dies meanwhile is started again, and then gets them too.
+
+        Raises:
+            InferenceError: A server refuses them, or died a second time.
+        """
+        try:
+            await self._write_weights()
+        except RequestRefused:
+            raise
+        except InferenceError as error:
+            await self.fleet.recover(error)
+            await self._write_weights()
         self.state.weight_version = self.state.step
+
+    async def _write_weights(self) -> None:
+        await self.writer.sync(self.learner.export_weights(), self.fleet.replicas, self.state.step)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that the run stands at."""
@@ -196,7 +214,7 @@ def run_train(config: TrainConfig, *, fresh: bool = False, console: Console | No
 
     Args:
         config: What to do.
-        fresh: Remove an earlier run of this name first.
+        fresh: Remove an earlier run of this name first, once it is known that this one can start.
         console: Where the display goes; by default standard error.
 
     Raises:
@@ -204,32 +222,29 @@ def run_train(config: TrainConfig, *, fresh: bool = False, console: Console | No
             work starts; or why training cannot go on.
         KeyboardInterrupt: The run was interrupted; it can be resumed.
     """
-    return asyncio.run(_run(config, fresh, console or Console(stderr=True)))
+    console = console or Console(stderr=True)
+    try:
+        return asyncio.run(_run(config, fresh, console))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        # Of SIGTERM asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
+        steps = CheckpointStore(config.runs / config.name / CHECKPOINTS).steps()
+        found = f"the same command goes on after step {steps[-1]}" if steps else "no step was finished"
+        console.print(f"interrupted: {found}", highlight=False)
+        raise KeyboardInterrupt from None
 
 
 async def _run(config: TrainConfig, fresh: bool, console: Console) -> TrainSummary:
     from turnwise.trainer.loops.sync import train_sync
 
-    started = time.monotonic()
     directory = config.runs / config.name
-    if fresh and directory.exists():
-        shutil.rmtree(directory)
     with _sigterm_cancels():
-        async with open_run(config, directory, console) as run:
+        async with open_run(config, directory, console, fresh=fresh) as run:
             if run.state.step == 0:
                 await run.evaluate("step-0")
             await train_sync(run)
             result = await run.evaluate(f"step-{run.state.step}-final")
-    # The servers have ended: their CPU time is that of children.
-    before = _read_run(directory)
-    summary = TrainSummary(
-        directory,
-        run.state.step,
-        run.first_eval,
-        run.last_eval,
-        before.get("wall_s", 0.0) + time.monotonic() - started,
-        before.get("cpu_s", 0.0) + cpu_seconds(),
-    )
+    spent = _read_run(directory)
+    summary = TrainSummary(directory, run.state.step, run.first_eval, run.last_eval, spent["wall_s"], spent["cpu_s"])
     summary.write()
     if result is not None:
         console.print(result_table(result, f"{config.name} after {run.state.step} steps"))
@@ -237,17 +252,29 @@ async def _run(config: TrainConfig, fresh: bool, console: Console) -> TrainSumma
 
 
 @contextlib.asynccontextmanager
-async def open_run(config: TrainConfig, directory: Path, console: Console) -> AsyncIterator[TrainRun]:
+async def open_run(
+    config: TrainConfig, directory: Path, console: Console, *, fresh: bool = False
+) -> AsyncIterator[TrainRun]:
     """Assemble a run, and take it apart whatever happens.
 
     On the way out, also after an interrupt or an error, the last finished step gets a checkpoint, servers and
-    environments are closed, and the ledger is marked as complete.
+    environments are closed, and the ledger is marked as complete. Nothing is written, and no earlier run is removed,
+    before configuration, tasks and model were read.
+
+    Args:
+        config: What to do.
+        directory: The run directory.
+        console: Where the display goes.
+        fresh: Begin anew, whatever the directory holds.
     """
-    started, cpu_before = time.monotonic(), cpu_seconds()
-    store = CheckpointStore(directory / "checkpoints", keep=config.checkpoint.keep)
-    latest = store.latest()
+    started = time.monotonic()
     digest = config_digest(config)
-    state = TrainerState(0) if latest is None else _resumable(latest, digest)
+    store = CheckpointStore(directory / CHECKPOINTS, keep=config.checkpoint.keep)
+    if fresh:
+        _check_removable(directory, config)
+        latest, state = None, TrainerState(0)
+    else:
+        latest, state = _resume_point(directory, store, digest)
     state.config_digest = digest
     policy = config.policy
     renderer = config.renderer.load(policy.model.path)
@@ -265,9 +292,11 @@ async def open_run(config: TrainConfig, directory: Path, console: Console) -> As
         learner.load(latest)
         restore_rng(state.rng)
         console.print(f"resuming {directory} at step {state.step}", highlight=False)
-    part = _begin_part(directory, config)
+    part = _begin_part(directory, config, digest, fresh=fresh)
 
     async with contextlib.AsyncExitStack() as stack:
+        # Called last, when the servers have ended: then their CPU time is that of children.
+        stack.callback(_note_spent, directory, started)
         trajectories = TrajectoryWriter(directory / "trajectories.jsonl")
         stack.callback(trajectories.close)
         batches = BatchWriter(
@@ -327,12 +356,7 @@ async def open_run(config: TrainConfig, directory: Path, console: Console) -> As
         if state.step:
             await run.sync_weights()
         yield run
-    # Reached in order only; a killed part is missing from these sums.
-    spent = _read_run(directory)
-    if run.state.step < config.steps:
-        spent["wall_s"] = spent.get("wall_s", 0.0) + time.monotonic() - started
-        spent["cpu_s"] = spent.get("cpu_s", 0.0) + cpu_seconds() - cpu_before
-        _write_json(directory / "run.json", spent)
+        metrics.log({"kind": "inference", "step": run.state.step, **await fleet.stats()})
 
 
 def _save_unsaved(run: TrainRun) -> None:
@@ -341,15 +365,36 @@ def _save_unsaved(run: TrainRun) -> None:
         run.save()
 
 
-def _resumable(latest: Path, digest: str) -> TrainerState:
+def _resume_point(directory: Path, store: CheckpointStore, digest: str) -> tuple[Path | None, TrainerState]:
+    """Return the checkpoint to go on from and where it stands; None and the beginning where there is none.
+
+    Raises:
+        CheckpointError: The run has another configuration, or its checkpoint is not whole.
+    """
+    _check_digest(directory, directory, _read_run(directory).get("config_digest", digest), digest)
+    latest = store.latest()
+    if latest is None:
+        return None, TrainerState(0)
     state = load_state(latest)
-    if state.config_digest != digest:
+    _check_digest(directory, latest, state.config_digest, digest)
+    return latest, state
+
+
+def _check_digest(directory: Path, what: Path, found: str, digest: str) -> None:
+    if found != digest:
         raise CheckpointError(
-            f"{latest} was trained with another configuration; resume it with the one in "
-            f"{latest.parent.parent / 'config.yaml'}, choose another name, or start over with --fresh "
-            f"(only {', '.join(_FREE_SECTIONS)} may differ)"
+            f"{what} was trained with another configuration; resume it with the one in {directory / 'config.yaml'}, "
+            f"choose another name, or start over with --fresh (only {', '.join(_FREE_SECTIONS)} may differ)"
         )
-    return state
+
+
+def _check_removable(directory: Path, config: TrainConfig) -> None:
+    model = Path(config.policy.model.path)
+    if directory.resolve() in (model.resolve(), *model.resolve().parents):
+        raise ConfigError(
+            f"policies.main.model.path is {model}, inside the run {directory} that --fresh would remove: choose "
+            "another name, or copy the model elsewhere"
+        )
 
 
 def config_digest(config: TrainConfig) -> str:
@@ -358,14 +403,24 @@ def config_digest(config: TrainConfig) -> str:
     return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
-def _begin_part(directory: Path, config: TrainConfig) -> int:
+def _begin_part(directory: Path, config: TrainConfig, digest: str, *, fresh: bool) -> int:
     """Make or enter the run directory; return how many processes worked in it before."""
+    if fresh and directory.exists():
+        shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(dump_config(config))
     known = _read_run(directory)
     part = int(known.get("parts", 0))
-    _write_json(directory / "run.json", {**known, "parts": part + 1})
+    _write_json(directory / "run.json", {**known, "parts": part + 1, "config_digest": digest})
     return part
+
+
+def _note_spent(directory: Path, started: float) -> None:
+    """Add what this process cost to what those before it did; one that was killed is missing."""
+    known = _read_run(directory)
+    known["wall_s"] = known.get("wall_s", 0.0) + time.monotonic() - started
+    known["cpu_s"] = known.get("cpu_s", 0.0) + cpu_seconds()
+    _write_json(directory / "run.json", known)
 
 
 def _read_run(directory: Path) -> dict[str, Any]:
@@ -393,11 +448,20 @@ def cpu_seconds() -> float:
 
 @contextlib.contextmanager
 def _sigterm_cancels() -> Iterator[None]:
-    """Let SIGTERM end the run as Ctrl-C does."""
+    """Let SIGTERM end the run as Ctrl-C does. Signals are the main thread's: elsewhere this changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is None:
         raise TrainError("a run needs an asyncio task")
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def cancel() -> None:
+        # Once: another one must not cut off the checkpoint and the end of the servers that the first began.
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, cancel)
     try:
         yield
     finally:

@@ -123,6 +123,25 @@ def test_a_way_of_writing_calls_that_no_format_reads_is_refused(tmp_path: Path) 
         renderer.completion({"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOLS)
 
 
+def test_two_formats_that_read_the_same_are_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twin(FORMATS["hermes"]):  # type: ignore[misc]
+        name = "twin"
+
+    monkeypatch.setitem(FORMATS, "twin", Twin)
+    with pytest.raises(RenderError, match=r"cannot tell.*hermes, twin all read back"):
+        load_renderer(model_dir("own"))
+
+
+def test_a_template_whose_turns_do_not_follow_its_generation_prompt_is_told_so(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + loop.index|string + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    path = write_model_dir(tmp_path, Family("plain"), template=template)
+    with pytest.raises(RenderError, match="calls are not written, and an answer does not follow the generation prompt"):
+        load_renderer(path)
+
+
 def test_a_template_that_writes_no_calls_is_plain(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -172,3 +191,11 @@ def test_a_checkpoint_keeps_the_format_that_it_was_trained_with(tmp_path: Path) 
 def test_the_registry_names_each_format_once() -> None:
     assert list(FORMATS) == [format_class.name for format_class in FORMATS.values()]
     assert {"hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm", "gpt_oss"} <= set(FORMATS)
+
+
+def test_one_marker_on_both_sides_of_reasoning_is_no_pair(tmp_path: Path) -> None:
+    template = template_of(FAMILIES["own"]).replace("[|/muse|]", "[|muse|]")
+    path = write_model_dir(tmp_path, FAMILIES["own"], template=template)
+    about = load_renderer(path).describe()
+    assert "reasoning_open" not in about["markers"]
+    assert "reasoning and an answer" in about["unproven"]

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from support.chat_models import FAMILIES, renderer_for
+from support.chat_models import FAMILIES, model_dir, renderer_for
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.formats.core import INSIDE_REASONING
+from turnwise.inference.renderer import load_renderer
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
 
 TOOLS = [
@@ -228,6 +229,14 @@ def test_reasoning_that_the_prompt_opened() -> None:
     assert (found.get("reasoning_content"), found["content"]) == ("Hm.", "Yes.")
     cut = parse("qwen3_6", "Hm.")
     assert (cut.get("reasoning_content"), cut["content"]) == ("Hm.", "")
+
+
+def test_a_marker_in_the_text_of_the_prompt_opens_no_reasoning() -> None:
+    renderer = load_renderer(model_dir("qwen3"), special_in_text="template")
+    tail = renderer.render(canonical_messages([{"role": "user", "content": "Write <think> first. " * 3}]), ())
+    found = renderer.parse(as_ids(renderer._tokens.encode("Yes." + CALLS["qwen3"])), tail, TOOLS)
+    assert found["content"] == "Yes."
+    assert only(found).error is None
 
 
 def test_a_call_that_another_one_interrupts_is_an_error() -> None:

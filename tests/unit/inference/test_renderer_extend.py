@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -362,3 +363,54 @@ def test_templates_that_look_at_the_text_of_messages_write_the_same_behind_a_tur
         whole = renderer.render(canonical_messages([USER, last, *altered]), TOOLS)
         prompt = renderer.render(canonical_messages([USER]), TOOLS)
         assert [*prompt, *completion, *following] == whole.tolist()
+
+
+def chatml(header: str, generation: str) -> str:
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + " + header + " + '\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}" + generation + "{% endif %}"
+    )
+
+
+def test_a_template_that_counts_messages_depends_on_history(tmp_path: Any) -> None:
+    template = chatml("(' ' + loop.index|string if m.role == 'user' else '')", "{{ '<|im_start|>assistant\\n' }}")
+    renderer = load_renderer(write_model_dir(tmp_path, Family("plain"), template=template))
+    assert extend(renderer, [USER], text_ids(renderer, "Yes.<|im_end|>"), says("Yes."), [NEXT]) is None
+    assert renderer.why == "depends_on_history"
+
+
+def test_a_generation_prompt_that_tells_of_tools_is_written_with_them(tmp_path: Any) -> None:
+    template = chatml("''", "{{ '<|im_start|>assistant' + (' with ' ~ tools|length if tools else '') + '\\n' }}")
+    renderer = load_renderer(write_model_dir(tmp_path, Family("plain"), template=template))
+    for tools, ending in ((TOOLS, "assistant with 2\n"), (TOOLS[:1], "assistant with 1\n"), ([], "assistant\n")):
+        following = extend(renderer, [USER], text_ids(renderer, "Yes.<|im_end|>"), says("Yes."), [NEXT], tools)
+        assert following is not None
+        assert renderer.decode(as_ids(following)).endswith(ending)
+
+
+@pytest.mark.parametrize("family", MAIN)
+def test_the_tokens_that_end_a_turn_are_found_without_any_configuration(family: str, tmp_path: Any) -> None:
+    path = write_model_dir(tmp_path, FAMILIES[family])
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    renderer = load_renderer(path)
+    stops = set(renderer.describe()["stop_ids"].values())
+    wanted = {
+        "llama3_1": {"<|eot_id|>", "<|eom_id|>"},
+        "glm4moe": {"<|user|>", "<|observation|>"},
+        "gptoss": {"<|return|>", "<|call|>"},
+        "own": {"[|over|]"},
+    }
+    assert stops == wanted.get(family, {"<|im_end|>"})
+
+
+def test_more_tool_sets_than_are_remembered_change_nothing() -> None:
+    renderer = load_renderer(model_dir("own"))
+    last = says("Here.")
+    said = renderer.completion(last, ())
+    found = {
+        tuple(extend(renderer, [USER], said, last, [NEXT], [ToolSchema(f"tool{n}", "")]) or ()) for n in range(130)
+    }
+    assert len(found) == 1

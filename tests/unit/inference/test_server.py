@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 import psutil
 import pytest
+import pytest_asyncio
 import torch
 
 from support.tiny_lm import VOCABULARY, greedy, logprobs, make_model, random_prompt, save_model
@@ -39,7 +40,7 @@ def lm(tmp_path_factory):
     return model, save_model(model, tmp_path_factory.mktemp("served"))
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replica(lm, tmp_path_factory):
     server = BuiltinReplica(lm[1], CONFIG, name="tiny", log_file=tmp_path_factory.mktemp("logs") / "server.log")
     await server.launch()
@@ -47,14 +48,14 @@ async def replica(lm, tmp_path_factory):
     await server.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(replica):
     made = HTTPClient([replica.url])
     yield made
     await made.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def http(replica):
     async with aiohttp.ClientSession(replica.url) as session:
         yield session
@@ -67,7 +68,7 @@ def prompt(seed: int = 0, tokens: int = 20) -> np.ndarray:
 async def until(condition, what: str) -> None:
     """Wait for something that another process does."""
     async with asyncio.timeout(30):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
     assert what
 
@@ -337,7 +338,7 @@ async def test_diverged_weights_fail_requests_and_not_the_server(lm, replica, cl
 # -- life and death (servers of their own)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def mortal(lm, tmp_path):
     server = BuiltinReplica(lm[1], CONFIG, log_file=tmp_path / "logs" / "mortal.log")
     await server.launch()
@@ -417,7 +418,8 @@ async def test_kill_9_of_the_parent_leaves_no_server_behind(lm, tmp_path):
             server = BuiltinReplica({str(lm[1])!r}, log_file={str(tmp_path / "log")!r})
             await server.launch()
             client = HTTPClient([server.url])
-            stream = client.stream(TokenPrompt(as_ids([1])), SamplingParams(max_tokens=500, ignore_eos=True), session_id="")
+            params = SamplingParams(max_tokens=500, ignore_eos=True)
+            stream = client.stream(TokenPrompt(as_ids([1])), params, session_id="")
             await anext(stream)
             print(server.pid, flush=True)
             await asyncio.Event().wait()

@@ -166,8 +166,11 @@ def detect(facts: TemplateFacts, tokens: Tokens) -> Choice:
     if found:
         seen = f"{', '.join(choice.format.name for choice in found)} all read back what the template writes"
     else:
-        shown = (facts.probe.one or facts.probe.answer)[:200]
-        seen = f"a call is written as {shown!r}" + (f"; tried: {', '.join(tried)}" if tried else "")
+        wrote = facts.probe.one is not None and Probe.FIRST in facts.probe.one
+        shown = f"a call is written as {(facts.probe.one or '')[:200]!r}" if wrote else "calls are not written"
+        if facts.said(facts.assistant(Probe.TEXT)) is None:
+            shown += f", and an answer does not follow the generation prompt: {facts.probe.answer[:200]!r}"
+        seen = shown + (f"; tried: {', '.join(tried)}" if tried else "")
     raise RenderError(
         f"format: auto cannot tell which chat format this model speaks: {seen}. Set `format:` to one of "
         f"{', '.join(FORMATS)}"

@@ -1,0 +1,291 @@
+"""A run that ends before its end: by a kill, by a signal, by another configuration. What is left, and going on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from support.lookup_run import (
+    GROUPS,
+    MEMBERS,
+    gone,
+    held_config,
+    lines,
+    scramble,
+    silent,
+    train_config,
+    training,
+    wait_until,
+)
+from turnwise.cli import main
+from turnwise.config import dump_config
+from turnwise.errors import CheckpointError, FormatError
+from turnwise.inference.weights import weights_directory
+from turnwise.rollout.batches import read_batches
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trainer.audit import audit_run
+from turnwise.trainer.checkpoint import capture_rng
+from turnwise.trainer.loops.sync import train_sync
+from turnwise.trainer.run import open_run, run_train
+from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+
+# One episode at a time: then the engine's batches, and with them the last bits of every number, are the same in
+# every run, whatever the machine does.
+ALONE: dict[str, Any] = {"rollout": {"concurrency": 1}}
+PER_STEP = GROUPS * MEMBERS
+
+
+def step_dir(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:06d}"
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two nested structures hold the same, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def optimizer_file(checkpoint: Path) -> Any:
+    return torch.load(checkpoint / "optimizer.pt", weights_only=True)
+
+
+def state_file(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "trainer_state.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def killed(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of five steps with a checkpoint every second one, killed in step 4: step 3 is trained, and lost."""
+    runs = tmp_path_factory.mktemp("killed")
+    config, gate = held_config(lookup_model, runs, 3 * PER_STEP + 3, **five_steps())
+    with training(config) as process:
+        wait_until(gate.exists, "step 4", process)
+        servers = process.servers()
+        process.kill()
+    assert len(servers) == 1
+    # Nobody told the server: the end of the pipe did.
+    wait_until(lambda: gone(servers), "the end of the server")
+    return runs
+
+
+def five_steps() -> dict[str, Any]:
+    return {"steps": 5, "checkpoint": {"every": 2, "keep": None}, **ALONE}
+
+
+def test_a_kill_leaves_the_last_checkpoint_and_what_was_written(killed: Path) -> None:
+    run = killed / "run"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002"]
+    assert [record["step"] for record in lines(run / "metrics.jsonl")] == [1, 2, 3]
+    assert read_batches(run / "batches.jsonl").steps == 3
+    # The episodes of step 4 that had ended are there, whole.
+    assert len(list(read_trajectories(run / "trajectories.jsonl"))) == 3 * PER_STEP + 2
+    report = audit_run(run, console=silent())
+    assert report.contradictions == []
+
+
+async def test_a_killed_run_goes_on_bit_for_bit(
+    killed: Path, lookup_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, saved = killed / "run", step_dir(killed / "run", 2)
+    left = list(read_trajectories(run_dir / "trajectories.jsonl"))
+    config, _ = held_config(lookup_model, killed, 3 * PER_STEP + 3, **five_steps())
+    state = state_file(saved)
+
+    scramble()
+    async with open_run(config, run_dir, silent()) as run:
+        # What was loaded is what was saved.
+        assert run.state.step == state["step"] == 2
+        assert (run.tasks.epoch, run.tasks.position) == (state["epoch"], state["position"]) == (0, 2 * GROUPS)
+        assert capture_rng() == state["rng"]
+        assert equal(dict(run.learner.export_weights()), load_file(saved / "model.safetensors"))
+        run.learner.save(tmp_path / "again")
+        assert equal(optimizer_file(tmp_path / "again"), optimizer_file(saved))
+        assert optimizer_file(saved)["steps"] == 2
+        # The server samples with them, before anything is asked of it.
+        assert (await run.fleet.client.model_info()).weight_version == 2
+        await train_sync(run)
+    assert run.state.step == 5
+
+    # The same run without a kill: every checkpoint of the two is the same, and so is every later episode.
+    straight, _ = held_config(lookup_model, tmp_path, 10**6, **five_steps())
+    async with open_run(straight, tmp_path / "run", silent()) as other:
+        await train_sync(other)
+    for step in (2, 4, 5):
+        mine, theirs = step_dir(run_dir, step), step_dir(tmp_path / "run", step)
+        assert equal(load_file(mine / "model.safetensors"), load_file(theirs / "model.safetensors"))
+        assert equal(optimizer_file(mine), optimizer_file(theirs))
+        for name in ("epoch", "position", "weight_version", "rng"):
+            assert state_file(mine)[name] == state_file(theirs)[name]
+
+    # What the killed process recorded stays; ids do not collide; the lost step does not count.
+    all_of_them = list(read_trajectories(run_dir / "trajectories.jsonl"))
+    assert [t.to_bytes() for t in all_of_them[: len(left)]] == [t.to_bytes() for t in left]
+    assert len({t.id for t in all_of_them}) == len(all_of_them) == len(left) + 3 * PER_STEP
+    batches = read_batches(run_dir / "batches.jsonl")
+    assert (batches.steps, batches.rolled_back, batches.starts) == (5, 1, ((0, 0), (1, 2)))
+    trained = {row.trajectory for row in batches.rows if row.step > 2}
+    assert trained
+    assert trained.isdisjoint(t.id for t in left)
+    report = audit_run(run_dir, at_most=8, console=silent())
+    assert report.contradictions == []
+    assert report.counts["train steps undone by a kill"] == 1
+    # Versions 0, 2, 4 and 5 have weights on disk; 5 sampled nothing.
+    assert report.counts["weight versions recomputed"] == 3
+
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run_dir), "--no-recompute"])
+    assert not ended.value.code
+    assert "train steps undone by a kill" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
+    lookup_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """In the middle of step 2, with a checkpoint due only at the end."""
+    config, gate = held_config(lookup_model, tmp_path, PER_STEP + 3, steps=3, checkpoint={"every": 10})
+    run = tmp_path / "run"
+    with training(config) as process:
+        wait_until(gate.exists, "step 2", process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.wait()
+    output = process.output()
+    assert process.returncode == 130
+    assert "interrupted: the same command goes on after step 1" in output
+    assert "Traceback" not in output
+    assert len(children) == 1
+    assert gone(children)
+    assert state_file(step_dir(run, 1))["position"] == GROUPS
+    assert not list(weights_directory("probe").parent.glob(f"turnwise-weights-{process.pid}-*"))
+    # Episodes in flight are written down as what they are, and the ledger is closed.
+    stops = [t.stop_reason for t in read_trajectories(run / "trajectories.jsonl")]
+    assert "cancelled" in stops[PER_STEP:]
+    assert (run / "ledger.jsonl").read_bytes().endswith(b'{"event":"end"}\n')
+    assert json.loads((run / "run.json").read_text())["cpu_s"] > 0
+    assert audit_run(run, console=silent()).contradictions == []
+
+    summary = run_train(config, console=silent())
+    assert summary.steps == 3
+    assert [record["step"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2, 3]
+    assert read_batches(run / "batches.jsonl").rolled_back == 0
+    assert audit_run(run, console=silent()).contradictions == []
+
+
+def test_a_killed_trainer_leaves_no_server_and_no_shared_memory_for_ever(lookup_model: Path, tmp_path: Path) -> None:
+    config, gate = held_config(lookup_model, tmp_path, PER_STEP + 1, inference={"replicas": 2})
+    with training(config) as process:
+        wait_until(gate.exists, "step 2", process)
+        servers = process.servers()
+        process.kill()
+    assert len(servers) == 2
+    wait_until(lambda: gone(servers), "the end of the servers")
+    shared = weights_directory("probe").parent
+    pattern = f"turnwise-weights-{process.pid}-*"
+    assert list(shared.glob(pattern)), "the killed process left its weights"
+    SharedMemoryWriter().close()
+    assert list(shared.glob(pattern)) == []
+
+
+# What a resumed run must share with the one it goes on from
+
+
+@pytest.fixture(scope="module")
+def finished(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("finished")
+    run_train(train_config(lookup_model, runs, steps=1), console=silent())
+    return runs
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 4},
+        {"rollout": {"temperature": 0.5}},
+        {"policies": {"main": {"optim": {"lr": 0.5}}}},
+        {"algorithm": {"epochs": 2}},
+    ],
+)
+def test_another_configuration_is_refused_before_anything_is_written(
+    finished: Path, lookup_model: Path, changes: dict[str, Any]
+) -> None:
+    before = snapshot(finished)
+    with pytest.raises(CheckpointError, match=r"another configuration; resume it with the one in .*config\.yaml.*--f"):
+        run_train(train_config(lookup_model, finished, **{"steps": 2, **changes}), console=silent())
+    assert snapshot(finished) == before
+
+
+def test_a_run_without_a_checkpoint_keeps_its_configuration_too(lookup_model: Path, tmp_path: Path) -> None:
+    config, gate = held_config(lookup_model, tmp_path, 1)
+    with training(config) as process:
+        wait_until(gate.exists, "step 1", process)
+        process.kill()
+    before = snapshot(tmp_path / "run")
+    other, _ = held_config(lookup_model, tmp_path, 1, seed=99)
+    with pytest.raises(CheckpointError, match="another configuration"):
+        run_train(other, console=silent())
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_a_broken_checkpoint_is_named_and_nothing_is_written(
+    finished: Path, lookup_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished / "run", tmp_path / "run")
+    (step_dir(tmp_path / "run", 1) / "optimizer.pt").unlink()
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step_000001 lacks optimizer\.pt"):
+        run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
+    assert snapshot(tmp_path) == before
+    (tmp_path / "run" / "run.json").write_text("{")
+    with pytest.raises(FormatError, match=r"run\.json is not JSON"):
+        run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
+
+
+def test_more_steps_and_other_evaluation_may_follow_and_fresh_starts_over(
+    lookup_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(*more: str, **changes: Any) -> int:
+        file = tmp_path / "config.yaml"
+        file.write_text(dump_config(train_config(lookup_model, tmp_path, **changes)))
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(file), *more])
+        return int(ended.value.code or 0)
+
+    run = tmp_path / "run"
+    assert train(steps=1) == 0
+    assert train("steps=2", "checkpoint.keep=1", steps=1) == 0
+    assert "resuming" in capfd.readouterr().err
+    assert yaml.safe_load((run / "config.yaml").read_text())["steps"] == 2
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    assert json.loads((run / "run.json").read_text())["parts"] == 2
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
+    assert train(steps=2, seed=8) == 1
+    assert "start over with --fresh" in " ".join(capfd.readouterr().err.split())
+    assert train("--fresh", steps=1, seed=8) == 0
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
+    assert json.loads((run / "run.json").read_text())["parts"] == 1
+    [start] = read_batches(run / "batches.jsonl").starts
+    assert start == (0, 0)
+    ids = [t.id for t in read_trajectories(run / "trajectories.jsonl")]
+    assert len(ids) == PER_STEP
+    assert np.all([name.startswith("0-train-") for name in ids])

@@ -1,0 +1,274 @@
+"""The whole line, with every part real: environment, agent, recorder, server in its own process, trainer, files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
+from turnwise.agents.core import Agent, register_agent
+from turnwise.cli import main
+from turnwise.errors import ConfigError, TrainError
+from turnwise.inference.ledger import read_ledger
+from turnwise.rollout.audit import audit_files
+from turnwise.rollout.batches import read_batches
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trainer.audit import audit_run
+from turnwise.trainer.metrics import meaning
+from turnwise.trainer.run import run_train
+from turnwise.trajectory import Trajectory
+
+EVAL = {"tasks": "turnwise.envs.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
+
+
+def cli(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+def trained(model: Path, runs: Path, **changes: Any) -> Path:
+    return run_train(train_config(model, runs, **changes), console=silent()).directory
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def walk(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of three steps with evaluation before and after."""
+    return trained(lookup_model, tmp_path_factory.mktemp("walk"), steps=3, eval=EVAL)
+
+
+def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Path) -> None:
+    files = {str(file.relative_to(walk)) for file in walk.iterdir()}
+    assert files == {
+        "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.jsonl", "ledger.jsonl",
+        "batches.jsonl", "checkpoints", "logs",
+    }  # fmt: skip
+    [summary] = [yaml.safe_load((walk / "summary.json").read_text())]
+    assert set(summary) == {"steps", "before", "after", "wall_s", "cpu_s"}
+    assert summary["steps"] == 3
+    assert summary["wall_s"] > 0
+    assert summary["cpu_s"] > 0
+    for figures in (summary["before"], summary["after"]):
+        assert figures["sampled"]["success"]["episodes"] == 6
+        assert figures["greedy"]["success"]["episodes"] == 3
+        assert figures["sampled"]["success"]["stderr"] >= 0
+    config = yaml.safe_load((walk / "config.yaml").read_text())
+    assert config["policies"]["main"]["model"]["path"] == str(lookup_model)
+    assert "serving" in (walk / "logs" / "server-0.log").read_text()
+
+
+def test_every_step_is_logged_with_documented_metrics(walk: Path) -> None:
+    records = lines(walk / "metrics.jsonl")
+    assert [(r["kind"], r["step"]) for r in records] == [
+        ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("inference", 3),
+    ]  # fmt: skip
+    for record in steps_of(walk):
+        assert record["batch/trajectories"] == GROUPS * MEMBERS
+        assert record["batch/failed"] == 0
+        assert record["train/updates"] == 1
+        # Strictly on-policy: what trains is what sampled, on both sides of the wire.
+        assert record["gap/max"] < 1e-4
+        assert record["train/ratio"] == pytest.approx(1, abs=1e-4)
+        assert [name for name in record if name not in ("kind", "step") and meaning(name) is None] == []
+
+
+def test_what_crossed_the_wire_is_what_was_recorded_and_trained(walk: Path) -> None:
+    server = lines(walk / "metrics.jsonl")[-1]
+    entries = read_ledger(walk / "ledger.jsonl").entries
+    trajectories = list(read_trajectories(walk / "trajectories.jsonl"))
+    turns = sum(1 for trajectory in trajectories for _ in trajectory.turns())
+    # The server's own count, the ledger's and the recorder's.
+    assert server["requests"] == len(entries) == turns
+    assert server["generated_tokens"] == sum(trajectory.sampled_tokens for trajectory in trajectories)
+    prompts = sum(len(entry.prompt_ids) for entry in entries)
+    assert server["prefilled_tokens"] + server["reused_tokens"] == prompts
+    # More than half of all prompt tokens were a prefix that an earlier turn or another member had read.
+    assert server["reused_tokens"] > prompts / 2
+    assert (server["restarts"], server["preemptions"]) == (0, 0)
+
+
+def test_each_step_samples_with_the_weights_of_the_step_before(walk: Path) -> None:
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(walk / "trajectories.jsonl")}
+    batches = read_batches(walk / "batches.jsonl")
+    assert batches.steps == 3
+    assert {row.step for row in batches.rows} == {1, 2, 3}
+    for row in batches.rows:
+        assert versions(trajectories[row.trajectory]) == {row.step - 1}
+    evaluated = [t for t in trajectories.values() if t.partition == "val"]
+    assert {v for t in evaluated if "step-0-" in t.id for v in versions(t)} == {0}
+    assert {v for t in evaluated if "step-3-" in t.id for v in versions(t)} == {3}
+
+
+def versions(trajectory: Trajectory) -> set[int]:
+    return {version for s in trajectory.segments if s.sampled for version, _, _ in s.weight_versions}
+
+
+def test_every_weight_version_is_a_model_that_transformers_loads(walk: Path, lookup_model: Path) -> None:
+    before = weights(lookup_model)
+    for step in (1, 2, 3):
+        checkpoint = walk / "checkpoints" / f"step_{step:06d}"
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+        assert model.dtype == torch.float32
+        after = weights(checkpoint)
+        assert after.keys() == before.keys()
+        assert any(not torch.equal(after[name], before[name]) for name in after)
+        assert all(bool(torch.isfinite(value).all()) for value in after.values())
+        before = after
+    tokenizer = AutoTokenizer.from_pretrained(walk / "checkpoints" / "step_000003")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who manages mia?"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    answer = model.generate(ids, max_new_tokens=24, do_sample=False)
+    assert tokenizer.decode(answer[0, ids.shape[1] :]).strip()
+
+
+def test_the_audit_proves_the_run_and_recomputes_its_logprobs(walk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = audit_run(walk, at_most=16, console=silent())
+    assert report.contradictions == []
+    assert report.counts["weight versions recomputed"] == 4
+    assert report.counts["turns recomputed"] == 4 * 16
+    assert report.counts["turns equal to a call"] == report.counts["model calls in the ledger"]
+    assert report.counts["trajectories trained"] == 3 * GROUPS * MEMBERS
+    assert report.figures["largest difference of a logprob"] < 1e-4
+    assert cli("audit", walk, "--no-recompute") == 0
+    assert "nothing contradicts" in capsys.readouterr().out
+
+
+# Steps that teach nothing, and several updates per step
+
+
+def test_a_step_in_which_all_groups_are_dead_changes_nothing_and_counts(lookup_model: Path, tmp_path: Path) -> None:
+    run = trained(lookup_model, tmp_path, rollout={"env": {"name": "support.lookup_envs:Equal"}})
+    first, second = steps_of(run)
+    for record in (first, second):
+        assert record["batch/rows"] == record["train/updates"] == record["train/tokens"] == 0
+        assert record["batch/dead_groups"] == GROUPS
+        assert record["reward/mean"] == 0.5
+    before, after = weights(lookup_model), weights(run / "checkpoints" / "step_000002")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # The version is the step's all the same, and the audit knows of steps without rows.
+    sampled = {v for t in read_trajectories(run / "trajectories.jsonl") for v in versions(t)}
+    assert sampled == {0, 1}
+    report = audit_run(run, console=silent())
+    assert report.sound
+    assert report.counts["train steps"] == 2
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_old_logprobs_of_the_rollout_and_recomputed_ones_agree(
+    lookup_model: Path, tmp_path: Path, minibatches: int
+) -> None:
+    """Two epochs: from the second update on the weights are others than those that sampled."""
+    found = {}
+    for old in ("rollout", "recompute"):
+        algorithm = {"epochs": 2, "minibatches": minibatches, "old_logprobs": old, "clip_high": 10.0}
+        run = trained(lookup_model, tmp_path, name=old, algorithm=algorithm)
+        for record in steps_of(run):
+            assert all(math.isfinite(value) for value in record.values() if not isinstance(value, str))
+            assert record["train/updates"] == 2 * minibatches
+            assert record["train/ratio_max"] > 1.001
+            # The gap is taken before the first update, while the weights are those that sampled.
+            assert record["gap/max"] < 1e-4
+        assert audit_files(run).sound
+        epochs = {(row.step, row.epoch) for row in read_batches(run / "batches.jsonl").rows}
+        assert epochs == {(1, 0), (1, 1), (2, 0), (2, 1)}
+        found[old] = steps_of(run)[0]
+    for name in ("train/loss", "train/ratio", "train/ratio_max", "train/approx_kl", "train/grad_norm"):
+        assert found["rollout"][name] == pytest.approx(found["recompute"][name], abs=1e-4, rel=1e-4)
+
+
+# Failures of environments and agents
+
+
+def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: Path, tmp_path: Path) -> None:
+    env = {"name": "support.lookup_envs:Failing", "config": {"key": str(tmp_path), "of": MEMBERS, "fails": [1]}}
+    run = trained(lookup_model, tmp_path, rollout={"env": env, "concurrency": 1, "retries": 0})
+    for record in steps_of(run):
+        assert record["batch/failed"] == record["replay/failed"] == GROUPS
+        assert record["batch/trajectories"] == GROUPS * (MEMBERS - 1)
+    trajectories = list(read_trajectories(run / "trajectories.jsonl"))
+    failed = [t for t in trajectories if t.error is not None]
+    assert len(failed) == 2 * GROUPS
+    for trajectory in failed:
+        assert "EnvError" in trajectory.error
+        assert "is gone" in trajectory.error
+        assert trajectory.rewards == []
+        assert trajectory.stop_reason == "error"
+    # The mean is that of those who acted: no failure counts as a reward of zero.
+    first = [t.reward for t in trajectories if t.error is None and versions(t) == {0}]
+    assert steps_of(run)[0]["reward/mean"] == pytest.approx(np.mean(first))
+    rows = {row.trajectory for row in read_batches(run / "batches.jsonl").rows}
+    assert rows.isdisjoint(t.id for t in failed)
+    assert audit_files(run).sound
+
+
+def test_a_failed_episode_is_tried_again_and_its_group_is_whole(lookup_model: Path, tmp_path: Path) -> None:
+    env = {"name": "support.lookup_envs:Failing", "config": {"key": str(tmp_path), "of": 1000, "fails": [1, 6]}}
+    run = trained(lookup_model, tmp_path, steps=1, rollout={"env": env, "concurrency": 1, "retries": 1})
+    [record] = steps_of(run)
+    assert (record["batch/failed"], record["batch/trajectories"]) == (0, GROUPS * MEMBERS)
+    again = [t for t in read_trajectories(run / "trajectories.jsonl") if t.attempt == 1]
+    assert len(again) == 2
+    assert all(t.error is None for t in again)
+
+
+def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(lookup_model: Path, tmp_path: Path) -> None:
+    env = {"name": "support.lookup_envs:Failing", "config": {"key": str(tmp_path), "of": 1, "fails": [0]}}
+    config = train_config(lookup_model, tmp_path, rollout={"env": env, "retries": 1})
+    with pytest.raises(TrainError, match=r"step 1: every episode ended in an error; .*the database of episode \d+ is"):
+        run_train(config, console=silent())
+    run = tmp_path / "run"
+    assert not (run / "checkpoints").exists()
+    assert len(list(read_trajectories(run / "trajectories.jsonl"))) == 2 * GROUPS * MEMBERS
+    assert audit_files(run).sound
+
+
+class WithCritic(Agent):
+    """Asks a second session, of another policy, before it answers."""
+
+    async def run(self, episode):
+        opinion = await episode.session_for("critic", policy="judge").chat(episode.observation)
+        episode.note("length", -0.01 * len(opinion["content"]), opinion["turn_id"], agent="critic")
+        message = await episode.session.chat(episode.observation, episode.tools)
+        await episode.step(message)
+
+
+register_agent("test-e2e-critic")(WithCritic)
+
+
+def test_only_the_trained_policy_is_trained(lookup_model: Path, tmp_path: Path) -> None:
+    run = trained(lookup_model, tmp_path, rollout={"agent": {"name": "test-e2e-critic"}})
+    trajectories = {t.id: t for t in read_trajectories(run / "trajectories.jsonl")}
+    assert {t.policy for t in trajectories.values()} == {"main", "judge"}
+    rows = read_batches(run / "batches.jsonl").rows
+    assert rows
+    assert {trajectories[row.trajectory].policy for row in rows} == {"main"}
+    assert steps_of(run)[0]["batch/trajectories"] == GROUPS * MEMBERS
+    assert audit_files(run).sound
+
+
+def test_fresh_keeps_the_earlier_run_until_the_new_one_can_start(lookup_model: Path, tmp_path: Path) -> None:
+    run = trained(lookup_model, tmp_path, steps=1)
+    kept = (run / "trajectories.jsonl").read_bytes()
+    checkpoint = run / "checkpoints" / "step_000001"
+    inside = train_config(checkpoint, tmp_path, steps=1)
+    with pytest.raises(ConfigError, match=r"policies\.main\.model\.path is .*step_000001, inside the run"):
+        run_train(inside, fresh=True, console=silent())
+    assert (run / "trajectories.jsonl").read_bytes() == kept
+    assert checkpoint.is_dir()

@@ -1,0 +1,91 @@
+"""The shipped ``lookup`` environment with what tests of whole runs need: partial credit, a gate, and failures.
+
+Named ``support.lookup_envs:Class`` in configurations, in this process and in those that tests start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.envs.lookup import LookupEnv
+
+# Episodes that began in this process, by gate or key.
+_BEGUN: Counter[str] = Counter()
+
+
+class Graded(LookupEnv):
+    """Pays for every tool that answered, so that the members of a group differ also where none is right."""
+
+    async def reset(self, task=None, *, seed=None):
+        self.answered = 0
+        return super().reset(task, seed=seed)
+
+    async def step(self, action):
+        result = await super().step(action)
+        self.answered += sum('"error"' not in message["content"] for message in result.observation)
+        return result
+
+    def score(self, final):
+        return 1.0 if super().score(final) else 0.25 * min(self.answered, 2) + 0.1 * bool(final)
+
+
+class Equal(Graded):
+    """Pays everybody the same: no group teaches anything."""
+
+    def score(self, final):
+        return 0.5
+
+
+@dataclass
+class Gate:
+    """One held episode, for tests in the process of the run."""
+
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+GATES: dict[str, Gate] = {}
+
+
+class Held(Graded):
+    """Holds the episode that begins as number ``hold`` in its process, evaluation left out.
+
+    Where the test put a Gate under the path, until it is opened; else forever, once: the file ``gate`` is made, and
+    where it is there already nothing is held.
+    """
+
+    def __init__(self, hold: int, gate: str) -> None:
+        self.hold, self.gate = hold, gate
+
+    async def reset(self, task=None, *, seed=None):
+        if task is not None and task.data["split"] == "train":
+            _BEGUN[self.gate] += 1
+            if _BEGUN[self.gate] == self.hold:
+                await self.wait()
+        return await super().reset(task, seed=seed)
+
+    async def wait(self) -> None:
+        gate = GATES.get(self.gate)
+        if gate is not None:
+            gate.reached.set()
+            await gate.opened.wait()
+        elif not Path(self.gate).exists():
+            Path(self.gate).touch()
+            await asyncio.Event().wait()
+
+
+class Failing(Graded):
+    """Raises in every episode of ``of`` episodes whose number (from 0, by ``key``) is in ``fails``."""
+
+    def __init__(self, key: str, of: int, fails: list[int]) -> None:
+        self.key, self.of, self.fails = key, of, fails
+
+    async def reset(self, task=None, *, seed=None):
+        number = _BEGUN[self.key]
+        _BEGUN[self.key] += 1
+        if number % self.of in self.fails:
+            raise ConnectionError(f"the database of episode {number} is gone")
+        return await super().reset(task, seed=seed)

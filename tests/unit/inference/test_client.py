@@ -1,0 +1,392 @@
+"""The HTTP client against servers that misbehave in every way, real sockets between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import orjson
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from turnwise.errors import InferenceError, RequestRefused
+from turnwise.inference import wire
+from turnwise.inference.client import Balancer, HTTPClient
+from turnwise.inference.core import ModelInfo
+from turnwise.types import Media, SamplingParams, TokenPrompt, as_ids
+
+PROMPT = TokenPrompt(as_ids([1, 2, 3]))
+PARAMS = SamplingParams(max_tokens=10, seed=4)
+
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def reply(body: bytes, status: int = 200) -> Answer:
+    async def send(_: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, status=status)
+
+    return send
+
+
+def answer(ids, reason="stop", version="0", **changes) -> Answer:
+    choice = {
+        "index": 0,
+        "token_ids": list(ids),
+        "logprobs": {"content": [{"token_id": token, "logprob": -token / 10, "rank": 1} for token in ids]},
+        "finish_reason": reason,
+        "weight_versions": [{"version": version, "start": 0, "end": len(ids)}] if len(ids) else None,
+        **changes,
+    }
+    return reply(orjson.dumps({"choices": [choice]}))
+
+
+class Fake:
+    """A server that answers from a list, and remembers what it was asked."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.bodies: list[dict] = []
+        self.sessions: list[str | None] = []
+        self.connections: set[object] = set()
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> Fake:
+        app = web.Application()
+        app.router.add_post(wire.GENERATE, self._generate)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(orjson.loads(await request.read()))
+        self.sessions.append(request.headers.get(wire.SESSION_HEADER))
+        self.connections.add(request.transport)
+        return await self.answers.pop(0)(request)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "max_model_len": 77}]})
+
+
+async def drop(request: web.Request) -> web.StreamResponse:
+    request.transport.close()
+    return web.Response()
+
+
+async def drop_half_way(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'{"choices": [')
+    request.transport.close()
+    return response
+
+
+@pytest_asyncio.fixture
+async def make():
+    clients = []
+
+    def build(*fakes: Fake, **options) -> HTTPClient:
+        client = HTTPClient([fake.url for fake in fakes], **{"retry_wait": 0.001, **options})
+        clients.append(client)
+        return client
+
+    yield build
+    for client in clients:
+        await client.close()
+
+
+async def test_a_request_and_its_answer(make):
+    async with Fake(answer([5, 6])) as fake:
+        params = SamplingParams(temperature=0.5, max_tokens=7, stop_token_ids=(9,), stop=("x",), seed=3, top_k=2)
+        done = await make(fake, model="lora").generate(PROMPT, params, session_id="s1")
+    assert done.token_ids.tolist() == [5, 6]
+    assert done.token_ids.dtype == np.int32
+    assert np.allclose(done.logprobs, [-0.5, -0.6])
+    assert (done.finish_reason, done.weight_versions) == ("stop", ((0, 0, 2),))
+    assert fake.sessions == ["s1"]
+    assert fake.bodies == [
+        {
+            "token_ids": [1, 2, 3],
+            "model": "lora",
+            "sampling_params": {
+                "temperature": 0.5,
+                "logprobs": 0,
+                "max_tokens": 7,
+                "top_k": 2,
+                "seed": 3,
+                "stop": ["x"],
+                "skip_special_tokens": False,
+                "stop_token_ids": [9],
+            },
+        }
+    ]
+
+
+async def test_partial_answers_are_continued_and_merged(make):
+    answers = [
+        answer([5, 6], "abort", "1"),
+        answer([], "abort"),
+        answer([7], "abort", "1"),
+        answer([8, 9], "stop", "2"),
+    ]
+    async with Fake(*answers) as fake:
+        done = await make(fake).generate(PROMPT, PARAMS, session_id="s")
+    assert done.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert np.allclose(done.logprobs, [-0.5, -0.6, -0.7, -0.8, -0.9])
+    assert done.weight_versions == ((1, 0, 3), (2, 3, 5))
+    assert done.finish_reason == "stop"
+    assert [body["token_ids"] for body in fake.bodies] == [[1, 2, 3], *[[1, 2, 3, 5, 6]] * 2, [1, 2, 3, 5, 6, 7]]
+    assert [body["sampling_params"]["max_tokens"] for body in fake.bodies] == [10, 8, 8, 7]
+    assert {body["sampling_params"]["seed"] for body in fake.bodies} == {4}
+    assert [body.get("continued") for body in fake.bodies] == [None, 2, 2, 3]
+
+
+async def test_an_abort_after_the_last_token_is_an_end(make):
+    async with Fake(answer(range(10), "abort")) as fake:
+        done = await make(fake).generate(PROMPT, PARAMS, session_id="s")
+    assert (len(done.token_ids), done.finish_reason) == (10, "length")
+
+
+async def test_a_server_that_only_aborts_is_a_failure(make, monkeypatch):
+    monkeypatch.setattr("turnwise.inference.client._ABORT_WAIT", 0.0)
+    async with Fake(*[answer([], "abort")] * 200) as fake:
+        with pytest.raises(InferenceError, match="aborted a request 100 times in a row"):
+            await make(fake).generate(PROMPT, PARAMS, session_id="s")
+    assert len(fake.bodies) == 100
+
+
+async def test_broken_connections_are_tried_again(make):
+    async with Fake(drop, drop_half_way, answer([5])) as fake:
+        done = await make(fake, retries=2).generate(PROMPT, PARAMS, session_id="s")
+    assert done.token_ids.tolist() == [5]
+    assert len(fake.bodies) == 3
+    assert fake.bodies[0] == fake.bodies[2]
+
+
+async def test_tries_are_bounded(make):
+    async with Fake(*[drop] * 9) as fake:
+        with pytest.raises(InferenceError, match=r"cannot be reached after 3 tries") as caught:
+            await make(fake, retries=2).generate(PROMPT, PARAMS, session_id="s")
+    assert caught.value.retryable
+    assert len(fake.bodies) == 3
+
+
+async def test_another_server_takes_over_and_keeps_the_session(make):
+    async with Fake(drop) as broken, Fake(answer([5]), answer([6])) as whole:
+        client = make(broken, whole)
+        first = await client.generate(PROMPT, PARAMS, session_id="s")
+        second = await client.generate(PROMPT, PARAMS, session_id="s")
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([5], [6])
+    assert (len(broken.bodies), len(whole.bodies)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, RequestRefused),
+        (403, RequestRefused),
+        (404, RequestRefused),
+        (429, InferenceError),
+        (500, InferenceError),
+        (503, InferenceError),
+    ],
+)
+async def test_refusals_and_failures(make, status, kind):
+    async with Fake(reply(wire.encode_error("because", status=status), status)) as fake:
+        with pytest.raises(InferenceError, match=f"answered {status}: because") as caught:
+            await make(fake).generate(PROMPT, PARAMS, session_id="s")
+    assert type(caught.value) is kind
+    assert len(fake.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (reply(b"<html>"), "not JSON"),
+        (answer([5], logprobs=None), "1 ids with 0 log-probabilities"),
+        (answer([5], weight_versions=[{"version": "0", "start": 0, "end": 2}]), "weight versions for"),
+        (answer([5], "error"), "finish_reason 'error'"),
+    ],
+)
+async def test_answers_that_cannot_be_used(make, script, message):
+    async with Fake(script) as fake:
+        with pytest.raises(InferenceError, match=message):
+            await make(fake).generate(PROMPT, PARAMS, session_id="s")
+
+
+async def test_a_cancelled_call_closes_its_connection(make):
+    gone, there = asyncio.Event(), asyncio.Event()
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        there.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+
+    async with Fake(hang) as fake:
+        call = asyncio.create_task(make(fake).generate(PROMPT, PARAMS, session_id="s"))
+        await there.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        # The server notices the closed connection and cancels its handler.
+        await asyncio.wait_for(gone.wait(), 10)
+
+
+async def test_connections_are_pooled(make):
+    async with Fake(*[answer([5])] * 20) as fake:
+        client = make(fake)
+        for _ in range(20):
+            await client.generate(PROMPT, PARAMS, session_id="s")
+        assert len(fake.connections) == 1
+
+
+async def test_media_and_endless_seeds_are_refused_before_anything_is_sent(make):
+    async with Fake() as fake:
+        with pytest.raises(RequestRefused, match="1 media"):
+            await make(fake).generate(TokenPrompt(PROMPT.ids, (Media("image", b"", 0, 1),)), PARAMS, session_id="s")
+        with pytest.raises(RequestRefused, match="more than 64 bits"):
+            await make(fake).generate(PROMPT, SamplingParams(seed=2**63), session_id="s")
+        assert not fake.bodies
+
+
+async def test_a_closed_client_says_so(make):
+    async with Fake(answer([5])) as fake:
+        client = make(fake)
+        await client.generate(PROMPT, PARAMS, session_id="s")
+        await client.close()
+        await client.close()
+        with pytest.raises(InferenceError, match="closed"):
+            await client.generate(PROMPT, PARAMS, session_id="s")
+
+
+async def test_model_info_of_a_server_without_versions(make):
+    async with Fake() as fake:
+        assert await make(fake).model_info() == ModelInfo("m", 77, 0)
+
+
+# -- streams
+
+
+def events(*parts: object, broken: bool = False) -> Answer:
+    async def send(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": a comment\n\n")
+        for part in parts:
+            data = part if isinstance(part, bytes) else orjson.dumps(part)
+            await response.write(b"data: " + data + b"\n\n")
+        if broken:
+            request.transport.close()
+        return response
+
+    return send
+
+
+def piece(ids, reason=None, **changes) -> dict:
+    content = [{"token_id": token, "logprob": -token / 10} for token in ids]
+    return {"choices": [{"token_ids": list(ids), "logprobs": {"content": content}, "finish_reason": reason, **changes}]}
+
+
+async def collect(client: HTTPClient) -> list:
+    return [delta async for delta in client.stream(PROMPT, PARAMS, session_id="s")]
+
+
+async def test_a_stream_of_vllm(make):
+    spans = [{"version": "default", "start": 0, "end": 3}]
+    script = events(piece([5, 6]), piece([7], "stop", weight_versions=spans), {"choices": [], "usage": {}}, b"[DONE]")
+    async with Fake(script) as fake:
+        deltas = await collect(make(fake))
+    assert [delta.token_ids.tolist() for delta in deltas] == [[5, 6], [7]]
+    assert [delta.finish_reason for delta in deltas] == [None, "stop"]
+    assert [delta.weight_version for delta in deltas] == [0, 0]
+    assert fake.bodies[0]["stream"] is True
+
+
+async def test_a_stream_goes_on_after_aborts_and_breaks(make):
+    def spans(version, end):
+        return [{"version": version, "start": 0, "end": end}]
+
+    scripts = [
+        events(piece([5], weight_versions=spans("1", 1)), piece([6], "abort", weight_versions=spans("1", 2))),
+        events(piece([7], weight_versions=spans("2", 1)), broken=True),
+        events(piece([], "abort")),
+        events(piece([8], "stop", weight_versions=spans("2", 1)), b"[DONE]"),
+    ]
+    async with Fake(*scripts) as fake:
+        deltas = await collect(make(fake))
+    assert [token for delta in deltas for token in delta.token_ids.tolist()] == [5, 6, 7, 8]
+    assert [delta.weight_version for delta in deltas] == [1, 1, 2, 2]
+    assert [delta.finish_reason for delta in deltas] == [None, None, None, "stop"]
+    assert [body["token_ids"][3:] for body in fake.bodies] == [[], [5, 6], [5, 6, 7], [5, 6, 7]]
+    assert [body["sampling_params"]["max_tokens"] for body in fake.bodies] == [10, 8, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (events({"error": {"message": "broke"}}), "broke off a stream: broke"),
+        (events(b"{"), "not JSON"),
+        (events(piece([5]), b"[DONE]"), "without a finish reason"),
+        (events(piece([5], logprobs=None)), "1 ids with 0"),
+        (reply(b'{"error": {"message": "no"}}', 400), "answered 400: no"),
+    ],
+)
+async def test_streams_that_cannot_be_used(make, script, message):
+    async with Fake(script) as fake:
+        with pytest.raises(InferenceError, match=message):
+            await collect(make(fake))
+
+
+# -- balance
+
+
+def test_sessions_stay_and_others_go_to_the_least_busy():
+    balancer = Balancer(3)
+    first = [balancer.take("") for _ in range(3)]
+    assert sorted(first) == [0, 1, 2]
+    home = balancer.take("a")
+    balancer.take("")
+    assert balancer.take("a") == home
+    balancer.give_back(2)
+    balancer.give_back(2) if home == 2 else None
+    assert balancer.take("b") == min(range(3), key=lambda place: balancer._busy[place] - (place == balancer._home["b"]))
+
+
+def test_a_failed_server_is_avoided_where_there_is_another():
+    balancer = Balancer(2)
+    home = balancer.take("a")
+    assert balancer.take("a", avoid=home) == 1 - home
+    assert balancer.take("a") == 1 - home
+    assert Balancer(1).take("a", avoid=0) == 0
+
+
+def test_remembered_sessions_are_bounded():
+    balancer = Balancer(2, remembered=3)
+    for number in range(10):
+        balancer.give_back(balancer.take(f"s{number}"))
+    assert list(balancer._home) == ["s7", "s8", "s9"]
+
+
+def test_no_servers_is_an_error():
+    with pytest.raises(ValueError, match="name at least one server"):
+        HTTPClient([])
+
+
+async def test_a_server_under_a_new_address(make):
+    async with Fake() as old, Fake(answer([5])) as new:
+        client = make(old)
+        client.replace_url(old.url, new.url + "/")
+        assert client.urls == (new.url,)
+        assert (await client.generate(PROMPT, PARAMS, session_id="s")).token_ids.tolist() == [5]
