@@ -8,9 +8,9 @@ copying has to be learned before rewards can teach when to do what.
 | share | what it shows                                            |
 | ----- | -------------------------------------------------------- |
 | 20 %  | both calls, then the right name                          |
-| 55 %  | the first call, then the name of who was asked about     |
-| 15 %  | that name at once                                        |
-| 10 %  | the first call, then the manager of another team         |
+| 52 %  | the first call, then the name of who was asked about     |
+| 10 %  | that name at once                                        |
+| 18 %  | the first call, then the manager of another team         |
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def plan(env: LookupEnv, rng: random.Random) -> Plan:
     kind = rng.random()
     if kind < 0.20:
         return [first, ("manager_of", team), table.answer]
-    if kind < 0.75:
+    if kind < 0.72:
         return [first, guess]
-    if kind < 0.90:
+    if kind < 0.82:
         return [guess]
     other = rng.choice([name for name in TEAMS if name != team])
     return [first, ("manager_of", other), table.managers[other]]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
 from turnwise.agents.core import Agent, register_agent
 from turnwise.cli import main
-from turnwise.errors import ConfigError, TrainError
+from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.inference.ledger import read_ledger
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.batches import read_batches
@@ -170,18 +170,15 @@ def test_a_step_in_which_all_groups_are_dead_changes_nothing_and_counts(lookup_m
     assert report.counts["train steps"] == 2
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_old_logprobs_of_the_rollout_and_recomputed_ones_agree(
-    lookup_model: Path, tmp_path: Path, minibatches: int
-) -> None:
-    """Two epochs: from the second update on the weights are others than those that sampled."""
+def test_old_logprobs_of_the_rollout_and_recomputed_ones_agree(lookup_model: Path, tmp_path: Path) -> None:
+    """Two epochs of two updates: from the second update on the weights are others than those that sampled."""
     found = {}
     for old in ("rollout", "recompute"):
-        algorithm = {"epochs": 2, "minibatches": minibatches, "old_logprobs": old, "clip_high": 10.0}
+        algorithm = {"epochs": 2, "minibatches": 2, "old_logprobs": old, "clip_high": 10.0}
         run = trained(lookup_model, tmp_path, name=old, algorithm=algorithm)
         for record in steps_of(run):
             assert all(math.isfinite(value) for value in record.values() if not isinstance(value, str))
-            assert record["train/updates"] == 2 * minibatches
+            assert record["train/updates"] == 4
             assert record["train/ratio_max"] > 1.001
             # The gap is taken before the first update, while the weights are those that sampled.
             assert record["gap/max"] < 1e-4
@@ -218,16 +215,6 @@ def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: 
     assert audit_files(run).sound
 
 
-def test_a_failed_episode_is_tried_again_and_its_group_is_whole(lookup_model: Path, tmp_path: Path) -> None:
-    env = {"name": "support.lookup_envs:Failing", "config": {"key": str(tmp_path), "of": 1000, "fails": [1, 6]}}
-    run = trained(lookup_model, tmp_path, steps=1, rollout={"env": env, "concurrency": 1, "retries": 1})
-    [record] = steps_of(run)
-    assert (record["batch/failed"], record["batch/trajectories"]) == (0, GROUPS * MEMBERS)
-    again = [t for t in read_trajectories(run / "trajectories.jsonl") if t.attempt == 1]
-    assert len(again) == 2
-    assert all(t.error is None for t in again)
-
-
 def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(lookup_model: Path, tmp_path: Path) -> None:
     env = {"name": "support.lookup_envs:Failing", "config": {"key": str(tmp_path), "of": 1, "fails": [0]}}
     config = train_config(lookup_model, tmp_path, rollout={"env": env, "retries": 1})
@@ -237,6 +224,12 @@ def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(looku
     assert not (run / "checkpoints").exists()
     assert len(list(read_trajectories(run / "trajectories.jsonl"))) == 2 * GROUPS * MEMBERS
     assert audit_files(run).sound
+    # Its configuration is that of its files, also without a checkpoint.
+    other = train_config(lookup_model, tmp_path, seed=99, rollout={"env": env, "retries": 1})
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    with pytest.raises(CheckpointError, match="another configuration"):
+        run_train(other, console=silent())
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
 
 
 class WithCritic(Agent):

@@ -129,7 +129,7 @@ class Fleet:
                     self._fatal = EngineDied(f"a server died again after a restart: {death}")
                     return
                 self.restarts += 1
-                _log.error("%s; restarting it", death)
+                _log.error("restarting a server: %s", death)
                 before = replica.url
                 await replica.restart()
                 if replica.url != before:

@@ -1,0 +1,267 @@
+"""The inference server dies while it is needed: once is recovered from, with the same weights; twice is the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from support.lookup_envs import GATES, Gate
+from support.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config
+from turnwise.errors import EngineDied, InferenceError
+from turnwise.inference.builtin import BuiltinReplica
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.fleet import Fleet
+from turnwise.inference.ledger import read_ledger
+from turnwise.inference.weights import write_weights
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trainer.audit import audit_run
+from turnwise.trainer.loops.sync import train_sync
+from turnwise.trainer.run import TrainRun, open_run
+from turnwise.types import SamplingParams, TokenPrompt, as_ids
+
+PER_STEP = GROUPS * MEMBERS
+PROMPT = as_ids([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=8, seed=5, ignore_eos=True)
+
+
+@asynccontextmanager
+async def run_held(model: Path, runs: Path, hold: int, **changes: Any) -> AsyncIterator[tuple[TrainRun, Gate]]:
+    """Open a run whose episode number ``hold`` waits at a gate in this process."""
+    config, path = held_config(model, runs, hold, **changes)
+    gate = GATES[str(path)] = Gate()
+    try:
+        async with open_run(config, runs / "run", silent()) as run:
+            yield run, gate
+    finally:
+        del GATES[str(path)]
+
+
+async def kill(replica: BuiltinReplica) -> None:
+    """Kill a server and wait until its process has ended."""
+    assert replica.pid is not None
+    died = asyncio.create_task(replica.wait_died())
+    os.kill(replica.pid, signal.SIGKILL)
+    await died
+
+
+async def in_flight(replica: BuiltinReplica) -> None:
+    """Wait until the server holds a request that it has not answered."""
+    async with asyncio.timeout(60):
+        while True:
+            stats = await replica.stats()
+            if stats["running"] + stats["waiting"]:
+                return
+
+
+async def test_a_server_killed_in_the_middle_of_a_rollout_is_recovered(
+    lookup_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In step 2, with requests in flight and without patience: the episodes are done again, by the same weights."""
+    changes = {"steps": 3, "inference": {"retries": 0}}
+    async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
+        [replica] = run.fleet.replicas
+        training = asyncio.create_task(train_sync(run))
+        await gate.reached.wait()
+        await replica.pause()
+        gate.opened.set()
+        await in_flight(replica)
+        first, where = replica.pid, replica.url
+        with caplog.at_level(logging.ERROR):
+            await kill(replica)
+            await training
+        assert run.fleet.restarts == 1
+        assert (replica.pid != first, replica.url) == (True, where)
+        assert (await run.fleet.client.model_info()).weight_version == 3
+    assert run.state.step == 3
+    assert f"process {first}) died: signal 9" in caplog.text
+    assert "restarting a server" in caplog.text
+
+    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    failed = [t for t in trajectories if t.error is not None]
+    assert failed
+    assert all("InferenceError" in t.error and t.rewards == [] for t in failed)
+    again = {(t.group_id, t.id.rsplit("/")[-1].partition(".")[0]) for t in trajectories if t.attempt > 0}
+    assert {(t.group_id, t.id.rsplit("/")[-1].partition(".")[0]) for t in failed} <= again
+    # No group lost a member, nobody was sampled by weights that were not those of his step.
+    records = lines(tmp_path / "run" / "metrics.jsonl")
+    steps = [record for record in records if record["kind"] == "train"]
+    assert [(step["batch/failed"], step["batch/trajectories"]) for step in steps] == [(0, PER_STEP)] * 3
+    assert records[-1]["restarts"] == 1
+    assert {version for t in trajectories if t.attempt > 0 for version in versions(t)} == {1}
+    assert all(step["gap/max"] < 1e-4 for step in steps)
+    # The ledger holds answered calls only.
+    entries = read_ledger(tmp_path / "run" / "ledger.jsonl").entries
+    assert len(entries) == sum(1 for t in trajectories for _ in t.turns())
+    assert {entry.finish_reason for entry in entries} <= {"stop", "length"}
+    report = audit_run(tmp_path / "run", at_most=16, console=silent())
+    assert report.contradictions == []
+    assert report.counts["weight versions recomputed"] == 3
+
+
+def versions(trajectory: Any) -> set[int]:
+    return {version for s in trajectory.segments if s.sampled for version, _, _ in s.weight_versions}
+
+
+@pytest.mark.long
+async def test_with_retries_of_requests_no_episode_notices(lookup_model: Path, tmp_path: Path) -> None:
+    changes = {"inference": {"retries": 60, "retry_wait": 0.5}}
+    async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
+        [replica] = run.fleet.replicas
+        training = asyncio.create_task(train_sync(run))
+        await gate.reached.wait()
+        await replica.pause()
+        gate.opened.set()
+        await in_flight(replica)
+        await kill(replica)
+        await training
+        assert run.fleet.restarts == 1
+    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    assert len(trajectories) == 2 * PER_STEP
+    assert {(t.attempt, t.error) for t in trajectories} == {(0, None)}
+    # Requests that came while the server had its first weights only were answered by the last ones.
+    assert {v for t in trajectories[PER_STEP:] for v in versions(t)} == {1}
+    assert audit_run(tmp_path / "run", console=silent()).contradictions == []
+
+
+async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(lookup_model: Path, tmp_path: Path) -> None:
+    changes = {"steps": 3, "checkpoint": {"every": 10}, "inference": {"retries": 0}}
+
+    async def train_and_kill_twice() -> None:
+        async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
+            [replica] = run.fleet.replicas
+            training = asyncio.create_task(train_sync(run))
+            await gate.reached.wait()
+            await kill(replica)
+            await run.fleet.recover(InferenceError("killed"))
+            assert run.fleet.restarts == 1
+            await kill(replica)
+            gate.opened.set()
+            await training
+
+    with pytest.raises(EngineDied) as death:
+        await train_and_kill_twice()
+    assert "died again after a restart" in str(death.value)
+    assert str(tmp_path / "run" / "logs" / "server-0.log") in str(death.value)
+    run_dir = tmp_path / "run"
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000001"]
+    assert audit_run(run_dir, console=silent()).contradictions == []
+
+
+async def test_a_server_that_dies_while_it_gets_weights_gets_them_again(lookup_model: Path, tmp_path: Path) -> None:
+    """Nobody samples then: the weight update is the first to notice."""
+    config = train_config(lookup_model, tmp_path, steps=1)
+    async with open_run(config, tmp_path / "run", silent()) as run:
+        await train_sync(run)
+        [replica] = run.fleet.replicas
+        with torch.no_grad():
+            for _, tensor in run.learner.export_weights():
+                tensor.mul_(1.5)
+        run.state.step = 2
+        await kill(replica)
+        await run.sync_weights()
+        assert run.state.weight_version == 2
+        assert (await run.fleet.client.model_info()).weight_version == 2
+        greedy = SamplingParams(temperature=0, max_tokens=4)
+        answer = await run.fleet.client.generate(TokenPrompt(PROMPT), greedy, session_id="")
+        run.torn = True  # the weights of this test are no step's
+        model = AutoModelForCausalLM.from_pretrained(lookup_model, dtype=torch.float32)
+        model.load_state_dict(dict(run.learner.export_weights()), strict=False)
+        model.tie_weights()
+    assert answer.weight_versions == ((2, 0, len(answer.token_ids)),)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT.tolist()])).logits[0, -1]
+    assert int(logits.argmax()) == int(answer.token_ids[0])
+    assert float(answer.logprobs[0]) == pytest.approx(float(torch.log_softmax(logits, -1).max()), abs=1e-4)
+
+
+async def test_a_restarted_server_samples_nothing_before_its_last_weights_are_back(
+    lookup_model: Path, tmp_path: Path
+) -> None:
+    """And newer ones, asked for meanwhile, are not overtaken by them."""
+    replica = BuiltinReplica(lookup_model, InferenceConfig(), log_file=tmp_path / "server.log")
+    await replica.launch()
+    client = HTTPClient([replica.url], retries=0)
+    try:
+        weights = {name: 1.5 * tensor for name, tensor in load_file(lookup_model / "model.safetensors").items()}
+        await replica.update_weights(write_weights(weights.items(), tmp_path, 1))
+        before = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        assert before.weight_versions == ((1, 0, 8),)
+
+        await kill(replica)
+        restart = asyncio.create_task(replica.restart())
+        after = None
+        while after is None:
+            # As soon as it takes connections, which is before it has the weights.
+            with contextlib.suppress(InferenceError):
+                after = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        await restart
+        assert after.weight_versions == before.weight_versions
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert after.logprobs.tolist() == pytest.approx(before.logprobs.tolist(), abs=1e-5)
+
+        await kill(replica)
+        restart = asyncio.create_task(replica.restart())
+        newer = asyncio.create_task(replica.update_weights(write_weights(weights.items(), tmp_path, 2)))
+        await restart
+        assert await newer == 2
+        stats = await replica.stats()
+        assert (stats["weight_version"], stats["paused"]) == (2, False)
+    finally:
+        await client.close()
+        await replica.close()
+
+
+@pytest.mark.long
+async def test_everybody_who_asks_waits_for_the_same_restart(lookup_model: Path, tmp_path: Path) -> None:
+    """Also who asks while it goes on, and with a second server that lives."""
+    fleet = Fleet(InferenceConfig(replicas=2, close_timeout=0.5), lookup_model, logs=tmp_path)
+    await fleet.launch()
+    try:
+        dead, alive = fleet.replicas
+        kept = alive.pid
+        await kill(dead)
+        early = asyncio.create_task(fleet.recover(InferenceError("first")))
+        # The process of the restart runs, and does not answer yet.
+        while dead.pid is None or dead.died.is_set():  # noqa: ASYNC110 - the process itself is all that says so
+            await asyncio.sleep(0)
+        late = asyncio.create_task(fleet.recover(InferenceError("second")))
+        await asyncio.gather(early, late)
+        assert (fleet.restarts, alive.pid) == (1, kept)
+        assert await dead.health()
+        assert (await fleet.stats())["restarts"] == 1
+        await kill(alive)
+        await fleet.recover(InferenceError("the other one, once too"))
+        assert fleet.restarts == 2
+        await kill(alive)
+        with pytest.raises(EngineDied, match=r"died again.*server-1\.log"):
+            await fleet.recover(InferenceError("third"))
+    finally:
+        await fleet.close()
+
+
+@pytest.mark.long
+async def test_a_server_that_cannot_come_back_says_why(lookup_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(lookup_model, tmp_path / "model")
+    fleet = Fleet(InferenceConfig(), model, logs=tmp_path / "logs")
+    await fleet.launch()
+    try:
+        (model / "config.json").unlink()
+        await kill(fleet.replicas[0])
+        with pytest.raises(EngineDied, match=r"could not be started again: .*server-0\.log"):
+            await fleet.recover(InferenceError("gone"))
+    finally:
+        await fleet.close()
