@@ -2,15 +2,15 @@
 
 A model that was shown only right conversations would leave reinforcement learning nothing to do. Here four out of five
 are wrong, so the warm model is right about one time in five, and greedily never: the likeliest thing it has seen after
-the first call is to give up. Every demonstration copies names out of the conversation, the wrong ones too, because
+the first call is to answer with the team. Every demonstration copies names out of the conversation, the wrong ones too, because
 copying has to be learned before rewards can teach when to do what.
 
 | share | what it shows                                            |
 | ----- | -------------------------------------------------------- |
 | 20 %  | both calls, then the right name                          |
-| 52 %  | the first call, then the name of who was asked about     |
-| 10 %  | that name at once                                        |
-| 18 %  | the first call, then the manager of another team         |
+| 56 %  | the first call, then the team as the answer              |
+| 10 %  | at once, the name of who was asked about                 |
+| 14 %  | the first call, then the manager of another team         |
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ def plan(env: LookupEnv, rng: random.Random) -> Plan:
     table = env.table
     team = table.teams[table.person]
     first = ("team_of", table.person)
-    guess = f"I think it is {table.person}."
     kind = rng.random()
     if kind < 0.20:
         return [first, ("manager_of", team), table.answer]
-    if kind < 0.72:
-        return [first, guess]
-    if kind < 0.82:
-        return [guess]
+    if kind < 0.76:
+        return [first, team]
+    if kind < 0.86:
+        return [f"I think it is {table.person}."]
     other = rng.choice([name for name in TEAMS if name != team])
     return [first, ("manager_of", other), table.managers[other]]
 

@@ -41,13 +41,13 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=8, seed=5, ignore_eos=True)
 @asynccontextmanager
 async def run_held(model: Path, runs: Path, hold: int, **changes: Any) -> AsyncIterator[tuple[TrainRun, Gate]]:
     """Open a run whose episode number ``hold`` waits at a gate in this process."""
-    config, path = held_config(model, runs, hold, **changes)
-    gate = GATES[str(path)] = Gate()
+    config = held_config(model, runs, hold, **changes)
+    gate = GATES[str(runs / "gate")] = Gate()
     try:
         async with open_run(config, runs / "run", silent()) as run:
             yield run, gate
     finally:
-        del GATES[str(path)]
+        del GATES[str(runs / "gate")]
 
 
 async def kill(replica: BuiltinReplica) -> None:

@@ -22,6 +22,7 @@ from support.lookup_run import (
     held_config,
     lines,
     scramble,
+    shared,
     silent,
     train_config,
     training,
@@ -29,18 +30,19 @@ from support.lookup_run import (
 )
 from turnwise.cli import main
 from turnwise.config import dump_config
-from turnwise.errors import CheckpointError, FormatError
+from turnwise.errors import CheckpointError, FormatError, TrainError, TurnwiseError
 from turnwise.rollout.batches import read_batches
 from turnwise.rollout.writer import read_trajectories
 from turnwise.trainer.audit import audit_run
 from turnwise.trainer.checkpoint import capture_rng
 from turnwise.trainer.loops.sync import train_sync
 from turnwise.trainer.run import open_run, run_train
+from turnwise.trainer.run_directory import RunDirectory
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 
 # One episode at a time: then the engine's batches, and with them the last bits of every number, are the same in
 # every run, whatever the machine does.
-ALONE: dict[str, Any] = {"rollout": {"concurrency": 1}}
+FIVE_STEPS: dict[str, Any] = {"steps": 5, "checkpoint": {"every": 2, "keep": None}, "rollout": {"concurrency": 1}}
 PER_STEP = GROUPS * MEMBERS
 
 
@@ -81,22 +83,19 @@ def weights_of(pid: int, shared: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def killed(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of five steps with a checkpoint every second one, killed in step 4: step 3 is trained, and lost."""
-    runs = tmp_path_factory.mktemp("killed")
-    config, gate = held_config(lookup_model, runs, 3 * PER_STEP + 3, **five_steps())
-    with training(config) as process:
-        wait_until(gate.exists, "step 4", process)
-        servers = process.servers()
-        process.kill()
-    assert len(servers) == 1
-    # Nobody told the server: the end of the pipe did.
-    wait_until(lambda: gone(servers), "the end of the server")
-    # Shared memory outlives a killed process, until the next one that needs some.
-    assert not weights_of(process.pid, shared_memory())
-    return runs
 
+    def kill_in_step_4(runs: Path) -> None:
+        with training(held_config(lookup_model, runs, 3 * PER_STEP + 3, **FIVE_STEPS)) as process:
+            wait_until((runs / "gate").exists, "step 4", process)
+            servers = process.servers()
+            process.kill()
+        assert len(servers) == 1
+        # Nobody told the server: the end of the pipe did.
+        wait_until(lambda: gone(servers), "the end of the server")
+        # Shared memory outlives a killed process, until the next one that needs some.
+        assert not weights_of(process.pid, shared_memory())
 
-def five_steps() -> dict[str, Any]:
-    return {"steps": 5, "checkpoint": {"every": 2, "keep": None}, **ALONE}
+    return shared(tmp_path_factory, "killed", kill_in_step_4)
 
 
 def test_a_kill_leaves_the_last_checkpoint_and_what_was_written(killed: Path) -> None:
@@ -113,9 +112,10 @@ def test_a_kill_leaves_the_last_checkpoint_and_what_was_written(killed: Path) ->
 async def test_a_killed_run_goes_on_bit_for_bit(
     killed: Path, lookup_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir, saved = killed / "run", step_dir(killed / "run", 2)
+    run_dir = Path(shutil.copytree(killed / "run", tmp_path / "run"))
+    saved = step_dir(run_dir, 2)
     left = list(read_trajectories(run_dir / "trajectories.jsonl"))
-    config, _ = held_config(lookup_model, killed, 3 * PER_STEP + 3, **five_steps())
+    config = held_config(lookup_model, tmp_path, 3 * PER_STEP + 3, gate=killed / "gate", **FIVE_STEPS)
     state = state_file(saved)
 
     scramble()
@@ -134,11 +134,12 @@ async def test_a_killed_run_goes_on_bit_for_bit(
     assert run.state.step == 5
 
     # The same run without a kill: every checkpoint of the two is the same, and so is every later episode.
-    straight, _ = held_config(lookup_model, tmp_path, 10**6, **five_steps())
-    async with open_run(straight, tmp_path / "run", silent()) as other:
+    straight = tmp_path / "straight"
+    never_held = held_config(lookup_model, straight, 10**6, **FIVE_STEPS)
+    async with open_run(never_held, straight, silent()) as other:
         await train_sync(other)
     for step in (2, 4, 5):
-        mine, theirs = step_dir(run_dir, step), step_dir(tmp_path / "run", step)
+        mine, theirs = step_dir(run_dir, step), step_dir(straight, step)
         assert equal(load_file(mine / "model.safetensors"), load_file(theirs / "model.safetensors"))
         assert equal(optimizer_file(mine), optimizer_file(theirs))
         for name in ("epoch", "position", "weight_version", "rng"):
@@ -170,15 +171,15 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     lookup_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """In the middle of step 2, with a checkpoint due only at the end."""
-    shared = shared_memory()
-    config, gate = held_config(lookup_model, tmp_path, PER_STEP + 3, steps=3, checkpoint={"every": 10})
+    home = shared_memory()
+    config = held_config(lookup_model, tmp_path, PER_STEP + 3, steps=3, checkpoint={"every": 10})
     run = tmp_path / "run"
     with training(config) as process:
-        wait_until(gate.exists, "step 2", process)
+        wait_until((tmp_path / "gate").exists, "step 2", process)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         process.wait()
-    assert not weights_of(process.pid, shared)
+    assert not weights_of(process.pid, home)
     output = process.output()
     assert process.returncode == 130
     assert "interrupted: the same command goes on after step 1" in output
@@ -207,9 +208,10 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
 
 @pytest.fixture(scope="module")
 def finished(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runs = tmp_path_factory.mktemp("finished")
-    run_train(train_config(lookup_model, runs, steps=1), console=silent())
-    return runs
+    def build(runs: Path) -> None:
+        run_train(train_config(lookup_model, runs, steps=1), console=silent())
+
+    return shared(tmp_path_factory, "finished", build)
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
@@ -232,6 +234,36 @@ def test_another_configuration_is_refused_before_anything_is_written(
     before = snapshot(finished)
     with pytest.raises(CheckpointError, match=r"another configuration; resume it with the one in .*config\.yaml.*--f"):
         run_train(train_config(lookup_model, finished, **{"steps": 2, **changes}), console=silent())
+    assert snapshot(finished) == before
+
+
+def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path) -> None:
+    before = snapshot(finished)
+    with (
+        RunDirectory(finished / "run").alone(),
+        pytest.raises(TrainError, match=r"another process works on the run .*run: wait for it"),
+    ):
+        run_train(train_config(lookup_model, finished, steps=2), console=silent())
+    with (
+        RunDirectory(finished / "run").alone(),
+        pytest.raises(TrainError, match="another process"),
+    ):
+        run_train(train_config(lookup_model, finished, steps=2), fresh=True, console=silent())
+    assert snapshot(finished) == before
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_cannot_start_leaves_and_removes_nothing(
+    finished: Path, lookup_model: Path, tmp_path: Path, fresh: bool
+) -> None:
+    nothing = {"tasks": "turnwise.envs.lookup:nothing"}
+    for change in ({"eval": nothing}, {"policies": {"main": {"model": {"path": tmp_path}}}}):
+        with pytest.raises(TurnwiseError):
+            run_train(train_config(lookup_model, tmp_path, **change), fresh=fresh, console=silent())
+        assert list(tmp_path.iterdir()) == []
+    before = snapshot(finished)
+    with pytest.raises(TurnwiseError, match="nothing"):
+        run_train(train_config(lookup_model, finished, steps=2, eval=nothing), fresh=fresh, console=silent())
     assert snapshot(finished) == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
+from support.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config
 from turnwise.agents.core import Agent, register_agent
 from turnwise.cli import main
 from turnwise.errors import CheckpointError, ConfigError, TrainError
@@ -50,7 +51,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def walk(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of three steps with evaluation before and after."""
-    return trained(lookup_model, tmp_path_factory.mktemp("walk"), steps=3, eval=EVAL)
+    return shared(tmp_path_factory, "walk", lambda runs: trained(lookup_model, runs, steps=3, eval=EVAL)) / "run"
 
 
 def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Path) -> None:
@@ -256,8 +257,8 @@ def test_only_the_trained_policy_is_trained(lookup_model: Path, tmp_path: Path) 
     assert audit_files(run).sound
 
 
-def test_fresh_keeps_the_earlier_run_until_the_new_one_can_start(lookup_model: Path, tmp_path: Path) -> None:
-    run = trained(lookup_model, tmp_path, steps=1)
+def test_fresh_does_not_remove_the_model_that_it_is_to_begin_with(walk: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(walk, tmp_path / "run"))
     kept = (run / "trajectories.jsonl").read_bytes()
     checkpoint = run / "checkpoints" / "step_000001"
     inside = train_config(checkpoint, tmp_path, steps=1)

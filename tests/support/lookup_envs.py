@@ -6,6 +6,9 @@ Named ``support.lookup_envs:Class`` in configurations, in this process and in th
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,3 +92,36 @@ class Failing(Graded):
         if number % self.of in self.fails:
             raise ConnectionError(f"the database of episode {number} is gone")
         return await super().reset(task, seed=seed)
+
+
+class Crashing(Graded):
+    """Kills the process at the ``at``-th time that it opens, renames, makes or removes a file of the run, once.
+
+    Counted from the first episode on, by Python's audit events. The file ``done`` says which event it was; where it is
+    there already nothing happens.
+    """
+
+    def __init__(self, at: int, done: str) -> None:
+        if not _BEGUN[done]:
+            _BEGUN[done] = 1
+            if not Path(done).exists():
+                _kill_at(at, Path(done))
+
+
+def _kill_at(at: int, done: Path) -> None:
+    watched = (str(done.parent / "run"), "/turnwise-weights-")
+    seen = 0
+    descriptor = os.open(done, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event not in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
+            return
+        if any(part in str(arguments[0]) for part in watched):
+            seen += 1
+            if seen == at or at == 0:
+                os.write(descriptor, f"{event} {arguments[0]}\n".encode())
+            if seen == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)

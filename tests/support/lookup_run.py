@@ -45,8 +45,11 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def build_model(directory: Path) -> Path:
-    """Make a model that writes calls and answers, mostly wrong ones; return its directory."""
+MODEL = Path("sft") / "model"
+
+
+def build_model(directory: Path) -> None:
+    """Make a model that writes calls and answers, mostly wrong ones, in ``directory / MODEL``."""
     make_model, teacher = example("make_model"), example("teacher")
     rows = list(asyncio.run(teacher.demonstrations(400, seed=0)))
     base = directory / "base"
@@ -74,20 +77,23 @@ def build_model(directory: Path) -> Path:
         }),
         console=silent(),
     )  # fmt: skip
-    return directory / "sft" / "model"
 
 
-def shared_model(factory: pytest.TempPathFactory) -> Path:
-    """Return the model of this test run; the first worker that asks makes it, the others wait."""
+def shared(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
+    """Return a directory of this test run that ``build`` fills: by the first worker that asks, the others wait.
+
+    Nobody may change what is in it.
+    """
     base = factory.getbasetemp()
-    home = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lookup-model"
+    home = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
     home.mkdir(exist_ok=True)
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = home / "done"
         if not done.exists():
-            done.write_text(str(build_model(home)))
-        return Path(done.read_text())
+            build(home / "built")
+            done.touch()
+    return home / "built"
 
 
 def silent() -> Console:
@@ -124,11 +130,10 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def held_config(model: Path, runs: Path, hold: int, **changes: Any) -> tuple[TrainConfig, Path]:
-    """Return a configuration whose episode number ``hold`` waits, and the file that says that it does."""
-    gate = runs / "gate"
-    env = {"name": "support.lookup_envs:Held", "config": {"hold": hold, "gate": str(gate)}}
-    return train_config(model, runs, **_merged({"rollout": {"env": env}}, changes)), gate
+def held_config(model: Path, runs: Path, hold: int, gate: Path | None = None, **changes: Any) -> TrainConfig:
+    """Return a configuration whose episode number ``hold`` waits; the file ``gate`` says that it does."""
+    env = {"name": "support.lookup_envs:Held", "config": {"hold": hold, "gate": str(gate or runs / "gate")}}
+    return train_config(model, runs, **_merged({"rollout": {"env": env}}, changes))
 
 
 def lines(file: Path) -> list[dict[str, Any]]:

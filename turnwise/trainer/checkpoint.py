@@ -127,6 +127,11 @@ class CheckpointStore:
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
+    def tidy(self) -> None:
+        """Remove what killed processes left: drafts, and checkpoints beyond ``keep``. For the process that goes on."""
+        self._clean()
+        self._prune()
+
     def _prune(self) -> None:
         if self.keep is not None:
             for step in self.steps()[: -self.keep]:

@@ -4,18 +4,15 @@ Owns: :class:`TrainRun` (what a loop works with) and :func:`run_train`. Refuses:
 loop's (``loops/``).
 
 A run directory holds ``config.yaml``, ``run.json`` (how many processes worked on it and what they cost, the first
-evaluation, a digest of what they share),
-``metrics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batches.jsonl``, ``checkpoints/``, ``logs/`` and at the
-end ``summary.json``.
+evaluation), ``metrics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batches.jsonl``, ``checkpoints/``,
+``logs/`` and at the end ``summary.json``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import resource
-import shutil
 import signal
 import threading
 import time
@@ -27,8 +24,7 @@ from typing import Any
 import orjson
 from rich.console import Console
 
-from turnwise.config import dump_config
-from turnwise.errors import CheckpointError, ConfigError, FormatError, InferenceError, RequestRefused, TrainError
+from turnwise.errors import InferenceError, RequestRefused, TrainError
 from turnwise.evaluation.result import EvalResult, result_table
 from turnwise.evaluation.runner import evaluate
 from turnwise.inference.core import Renderer
@@ -40,13 +36,14 @@ from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task, load_tasks
-from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, load_state, restore_rng
+from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, restore_rng
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
 from turnwise.trainer.replay import LocalReplayBuffer
+from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 from turnwise.trajectory import Trajectory
@@ -61,9 +58,6 @@ COLUMNS = {
     "gap": "gap/max",
     "s": "time/step_s",
 }
-CHECKPOINTS = "checkpoints"
-# What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
-_FREE_SECTIONS = ("runs", "name", "steps", "eval", "checkpoint", "inference", "custom")
 
 
 @dataclass(slots=True)
@@ -121,6 +115,9 @@ class TrainRun:
         first_eval: Figures of the first evaluation.
         last_eval: Figures of the last one.
         last_error: What ended the last episode that ended in an error.
+        saved_step: The step of the newest checkpoint.
+        torn: Whether an update has begun that has not ended: the weights are then no step's.
+        shown: Figures of evaluations that the display has not shown yet.
     """
 
     config: TrainConfig
@@ -191,7 +188,7 @@ class TrainRun:
         self.last_eval = result.to_json()
         if self.first_eval is None:
             self.first_eval = self.last_eval
-            _write_json(self.directory / "run.json", {**_read_run(self.directory), "first_eval": self.first_eval})
+            RunDirectory(self.directory).note(first_eval=self.first_eval)
         self.metrics.log({"kind": "eval", "step": self.state.step, "label": label, **self.last_eval})
         self.shown = {f"eval/{name}": summary.success.mean for name, summary in result.parts.items()}
         return result
@@ -243,7 +240,7 @@ async def _run(config: TrainConfig, fresh: bool, console: Console) -> TrainSumma
                 await run.evaluate("step-0")
             await train_sync(run)
             result = await run.evaluate(f"step-{run.state.step}-final")
-    spent = _read_run(directory)
+    spent = RunDirectory(directory).read()
     summary = TrainSummary(directory, run.state.step, run.first_eval, run.last_eval, spent["wall_s"], spent["cpu_s"])
     summary.write()
     if result is not None:
@@ -268,13 +265,44 @@ async def open_run(
         fresh: Begin anew, whatever the directory holds.
     """
     started = time.monotonic()
+    home = RunDirectory(directory)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(home.alone())
+        start = _read(config, home, console, fresh)
+        part = home.begin(config, start.state.config_digest, fresh=fresh)
+        start.store.tidy()
+        # Called last, when the servers have ended: then their CPU time is that of children.
+        stack.callback(lambda: home.spend(time.monotonic() - started, cpu_seconds()))
+        run = await _assemble(config, directory, start, part, console, stack)
+        run.first_eval = home.read().get("first_eval")
+        stack.callback(_save_unsaved, run)
+        if run.state.step:
+            await run.sync_weights()
+        yield run
+        run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a run begins or goes on with."""
+
+    store: CheckpointStore
+    state: TrainerState
+    renderer: Renderer
+    tasks: TaskStream
+    eval_tasks: list[Task]
+    learner: Learner
+
+
+def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> _Start:
+    """Read everything that can be wrong; change nothing."""
     digest = config_digest(config)
-    store = CheckpointStore(directory / CHECKPOINTS, keep=config.checkpoint.keep)
+    store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
     if fresh:
-        _check_removable(directory, config)
+        home.check_removable(config)
         latest, state = None, TrainerState(0)
     else:
-        latest, state = _resume_point(directory, store, digest)
+        latest, state = home.resume_point(store, digest)
     state.config_digest = digest
     policy = config.policy
     renderer = config.renderer.load(policy.model.path)
@@ -291,153 +319,79 @@ async def open_run(
     if latest is not None:
         learner.load(latest)
         restore_rng(state.rng)
-        console.print(f"resuming {directory} at step {state.step}", highlight=False)
-    part = _begin_part(directory, config, digest, fresh=fresh)
+        console.print(f"resuming {home.path} at step {state.step}", highlight=False)
+    return _Start(store, state, renderer, tasks, eval_tasks, learner)
 
-    async with contextlib.AsyncExitStack() as stack:
-        # Called last, when the servers have ended: then their CPU time is that of children.
-        stack.callback(_note_spent, directory, started)
-        trajectories = TrajectoryWriter(directory / "trajectories.jsonl")
-        stack.callback(trajectories.close)
-        batches = BatchWriter(
-            directory / "batches.jsonl", part=part, after_step=state.step, max_tokens=config.batch.max_tokens_per_row
-        )
-        stack.callback(batches.close)
-        metrics = JSONLLogger(directory / "metrics.jsonl")
-        stack.callback(metrics.close)
-        writer = SharedMemoryWriter()
-        stack.callback(writer.close)
-        fleet = Fleet(config.inference, Path(policy.model.path), logs=directory / "logs")
-        stack.push_async_callback(fleet.close)
-        await fleet.launch()
-        client = LedgerClient(fleet.client, directory / "ledger.jsonl")
-        stack.push_async_callback(client.close)
-        buffer = LocalReplayBuffer(order="id")
-        run: TrainRun
 
-        def write(trajectory: Trajectory) -> None:
-            trajectories.write(trajectory)
-            if trajectory.error is not None:
-                run.last_error = trajectory.error
+async def _assemble(
+    config: TrainConfig,
+    directory: Path,
+    start: _Start,
+    part: int,
+    console: Console,
+    stack: contextlib.AsyncExitStack,
+) -> TrainRun:
+    """Open the files, start the servers and the producer; ``stack`` closes them in the opposite order."""
+    state, max_tokens = start.state, config.batch.max_tokens_per_row
+    trajectories = TrajectoryWriter(directory / "trajectories.jsonl")
+    stack.callback(trajectories.close)
+    batches = BatchWriter(directory / "batches.jsonl", part=part, after_step=state.step, max_tokens=max_tokens)
+    stack.callback(batches.close)
+    metrics = JSONLLogger(directory / "metrics.jsonl")
+    stack.callback(metrics.close)
+    writer = SharedMemoryWriter()
+    stack.callback(writer.close)
+    fleet = Fleet(config.inference, Path(config.policy.model.path), logs=directory / "logs")
+    stack.push_async_callback(fleet.close)
+    await fleet.launch()
+    client = LedgerClient(fleet.client, directory / "ledger.jsonl")
+    stack.push_async_callback(client.close)
+    buffer = LocalReplayBuffer(order="id")
+    run: TrainRun
 
-        parts = RolloutParts(
-            renderer,
-            run_seed=config.seed,
-            run_part=str(part),
-            write=write,
-            recover=fleet.recover,
-            custom=config.custom,
-        )
-        manager = await RolloutProducer.create(config.rollout, client, buffer, parts)
-        stack.push_async_callback(manager.close)
-        display = stack.enter_context(
-            LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=state.step)
-        )
-        run = TrainRun(
-            config=config,
-            directory=directory,
-            learner=learner,
-            renderer=renderer,
-            tasks=tasks,
-            eval_tasks=eval_tasks,
-            fleet=fleet,
-            buffer=buffer,
-            manager=manager,
-            writer=writer,
-            batches=batches,
-            store=store,
-            metrics=metrics,
-            display=display,
-            state=state,
-            first_eval=_read_run(directory).get("first_eval"),
-            saved_step=state.step,
-        )
-        stack.callback(_save_unsaved, run)
-        if state.step:
-            await run.sync_weights()
-        yield run
-        metrics.log({"kind": "inference", "step": run.state.step, **await fleet.stats()})
+    def write(trajectory: Trajectory) -> None:
+        trajectories.write(trajectory)
+        if trajectory.error is not None:
+            run.last_error = trajectory.error
+
+    parts = RolloutParts(
+        start.renderer,
+        run_seed=config.seed,
+        run_part=str(part),
+        write=write,
+        recover=fleet.recover,
+        custom=config.custom,
+    )
+    manager = await RolloutProducer.create(config.rollout, client, buffer, parts)
+    stack.push_async_callback(manager.close)
+    display = stack.enter_context(
+        LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=state.step)
+    )
+    run = TrainRun(
+        config=config,
+        directory=directory,
+        learner=start.learner,
+        renderer=start.renderer,
+        tasks=start.tasks,
+        eval_tasks=start.eval_tasks,
+        fleet=fleet,
+        buffer=buffer,
+        manager=manager,
+        writer=writer,
+        batches=batches,
+        store=start.store,
+        metrics=metrics,
+        display=display,
+        state=state,
+        saved_step=state.step,
+    )
+    return run
 
 
 def _save_unsaved(run: TrainRun) -> None:
     """Save the last finished step, unless it is saved or an update failed half way."""
     if run.state.step > run.saved_step and not run.torn:
         run.save()
-
-
-def _resume_point(directory: Path, store: CheckpointStore, digest: str) -> tuple[Path | None, TrainerState]:
-    """Return the checkpoint to go on from and where it stands; None and the beginning where there is none.
-
-    Raises:
-        CheckpointError: The run has another configuration, or its checkpoint is not whole.
-    """
-    _check_digest(directory, directory, _read_run(directory).get("config_digest", digest), digest)
-    latest = store.latest()
-    if latest is None:
-        return None, TrainerState(0)
-    state = load_state(latest)
-    _check_digest(directory, latest, state.config_digest, digest)
-    return latest, state
-
-
-def _check_digest(directory: Path, what: Path, found: str, digest: str) -> None:
-    if found != digest:
-        raise CheckpointError(
-            f"{what} was trained with another configuration; resume it with the one in {directory / 'config.yaml'}, "
-            f"choose another name, or start over with --fresh (only {', '.join(_FREE_SECTIONS)} may differ)"
-        )
-
-
-def _check_removable(directory: Path, config: TrainConfig) -> None:
-    model = Path(config.policy.model.path)
-    if directory.resolve() in (model.resolve(), *model.resolve().parents):
-        raise ConfigError(
-            f"policies.main.model.path is {model}, inside the run {directory} that --fresh would remove: choose "
-            "another name, or copy the model elsewhere"
-        )
-
-
-def config_digest(config: TrainConfig) -> str:
-    """Return a digest of the parts of a configuration that a resumed run must share."""
-    kept = config.model_dump(mode="json", exclude=set(_FREE_SECTIONS))
-    return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
-
-
-def _begin_part(directory: Path, config: TrainConfig, digest: str, *, fresh: bool) -> int:
-    """Make or enter the run directory; return how many processes worked in it before."""
-    if fresh and directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.yaml").write_text(dump_config(config))
-    known = _read_run(directory)
-    part = int(known.get("parts", 0))
-    _write_json(directory / "run.json", {**known, "parts": part + 1, "config_digest": digest})
-    return part
-
-
-def _note_spent(directory: Path, started: float) -> None:
-    """Add what this process cost to what those before it did; one that was killed is missing."""
-    known = _read_run(directory)
-    known["wall_s"] = known.get("wall_s", 0.0) + time.monotonic() - started
-    known["cpu_s"] = known.get("cpu_s", 0.0) + cpu_seconds()
-    _write_json(directory / "run.json", known)
-
-
-def _read_run(directory: Path) -> dict[str, Any]:
-    file = directory / "run.json"
-    if not file.exists():
-        return {}
-    try:
-        record: dict[str, Any] = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise FormatError(f"{file} is not JSON: {error}") from error
-    return record
-
-
-def _write_json(file: Path, record: Mapping[str, Any]) -> None:
-    draft = file.with_suffix(".draft")
-    draft.write_bytes(orjson.dumps(dict(record), option=orjson.OPT_INDENT_2) + b"\n")
-    draft.rename(file)
 
 
 def cpu_seconds() -> float:

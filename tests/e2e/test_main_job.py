@@ -1,0 +1,103 @@
+"""The main job reaches its figures on three seeds, and after a kill; what it leaves passes the audit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main-job")]
+
+
+def start(runs: Path, seed: int, name: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(MAIN), "--runs", str(runs), "--seed", str(seed), "--name", name]
+    with (runs / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[bytes], runs: Path, name: str) -> dict[str, Any]:
+    status = process.wait()
+    assert status == 0, (runs / f"{name}.log").read_text()[-3000:]
+    return json.loads((runs / name / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("main-job")
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def summaries(runs: Path) -> dict[int, dict[str, Any]]:
+    return {seed: finish(start(runs, seed, f"seed{seed}"), runs, f"seed{seed}") for seed in (0, 1, 2)}
+
+
+def success(part: dict[str, Any], kind: str) -> float:
+    return part[kind]["success"]["mean"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_to_use_the_tools(summaries: dict[int, dict[str, Any]], seed: int) -> None:
+    summary = summaries[seed]
+    print(
+        f"seed {seed}: sampled {success(summary['before'], 'sampled'):.3f} -> {success(summary['after'], 'sampled'):.3f}, "
+        f"greedy {success(summary['before'], 'greedy'):.3f} -> {success(summary['after'], 'greedy'):.3f}, "
+        f"{summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s"
+    )
+    for part in ("before", "after"):
+        assert summary[part]["sampled"]["success"]["episodes"] == 800
+        assert summary[part]["greedy"]["success"]["episodes"] == 200
+    assert max(success(summary["before"], kind) for kind in ("sampled", "greedy")) <= 0.35
+    assert success(summary["after"], "sampled") >= 0.88
+    assert success(summary["after"], "greedy") >= 0.97
+
+
+def test_no_process_took_more_than_1_2_gigabytes(summaries: dict[int, dict[str, Any]]) -> None:
+    # The largest of all descendants that have ended, in KiB.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 1.2e9 / 1024
+
+
+def test_the_audit_passes_on_what_it_left(runs: Path, summaries: dict[int, dict[str, Any]]) -> None:
+    command = [sys.executable, "-m", "turnwise", "audit", str(runs / "seed0")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "nothing contradicts" in result.stdout
+
+
+def test_a_run_that_was_killed_ends_where_the_other_one_does(runs: Path, summaries: dict[int, dict[str, Any]]) -> None:
+    # The warm start is the same: it is copied, to begin with the part that is killed.
+    for part in ("sft", "initial"):
+        shutil.copytree(runs / "seed0" / part, runs / "killed" / part)
+    process = start(runs, 0, "killed")
+    metrics = runs / "killed" / "metrics.jsonl"
+    try:
+        while process.poll() is None and not (metrics.exists() and '"step":14,' in metrics.read_text()):
+            time.sleep(0.1)
+        assert process.poll() is None, (runs / "killed.log").read_text()[-3000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    summary = finish(start(runs, 0, "killed"), runs, "killed")
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"kind":"train"' in line]
+    # Resumed after the checkpoint of step 10: some steps were done twice, none was left out.
+    assert steps[-1] == summary["steps"]
+    assert sorted(set(steps)) == list(range(1, summary["steps"] + 1))
+    assert steps.count(11) == 2
+    assert steps.count(10) == 1
+    # The first evaluation is that of the first part.
+    assert summary["before"] == summaries[0]["before"] | {"seconds": summary["before"]["seconds"]}
+    assert abs(success(summary["after"], "greedy") - success(summaries[0]["after"], "greedy")) <= 0.03

@@ -1,0 +1,149 @@
+"""The directory of a run: who may work in it, and what the processes that do so one after the other share.
+
+Owns: :class:`RunDirectory` (its lock, ``run.json``, ``config.yaml``) and :func:`config_digest`. Refuses: what is
+written there while training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from turnwise.config import dump_config
+from turnwise.errors import CheckpointError, ConfigError, FormatError, TrainError
+from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
+from turnwise.trainer.config import TrainConfig
+
+CHECKPOINTS = "checkpoints"
+
+# What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
+_FREE_SECTIONS = ("runs", "name", "steps", "eval", "checkpoint", "inference", "custom")
+
+
+def config_digest(config: TrainConfig) -> str:
+    """Return a digest of the parts of a configuration that a resumed run must share."""
+    kept = config.model_dump(mode="json", exclude=set(_FREE_SECTIONS))
+    return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+
+
+class RunDirectory:
+    """The directory of one run.
+
+    ``run.json`` holds ``parts`` (how many processes worked in it), ``config_digest``, ``first_eval``, ``wall_s`` and
+    ``cpu_s``.
+
+    Attributes:
+        path: The directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path / "run.json"
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make the directory, and keep other processes out of it; a process that is killed lets go of it.
+
+        Raises:
+            TrainError: Another process works in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TrainError(
+                    f"another process works on the run {self.path}: wait for it, end it, or choose another name"
+                ) from None
+            except OSError:
+                # A file system without locks: then nobody watches.
+                pass
+            yield
+        finally:
+            os.close(descriptor)
+            # Where nothing could be started nothing is left either.
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+    def resume_point(self, store: CheckpointStore, digest: str) -> tuple[Path | None, TrainerState]:
+        """Return the checkpoint to go on from and where it stands; None and the beginning where there is none.
+
+        Raises:
+            CheckpointError: The run has another configuration, or its checkpoint is not whole.
+            FormatError: ``run.json`` cannot be read.
+        """
+        self._check(self.path, self.read().get("config_digest", digest), digest)
+        latest = store.latest()
+        if latest is None:
+            return None, TrainerState(0)
+        state = load_state(latest)
+        self._check(latest, state.config_digest, digest)
+        return latest, state
+
+    def check_removable(self, config: TrainConfig) -> None:
+        """Refuse to begin anew with a model that lies in what would be removed. Raises ConfigError."""
+        model = Path(config.policy.model.path)
+        if self.path.resolve() in (model.resolve(), *model.resolve().parents):
+            raise ConfigError(
+                f"policies.main.model.path is {model}, inside the run {self.path} that --fresh would remove: choose "
+                "another name, or copy the model elsewhere"
+            )
+
+    def begin(self, config: TrainConfig, digest: str, *, fresh: bool) -> int:
+        """Write the configuration down, without what an earlier run left if ``fresh``.
+
+        Returns:
+            How many processes worked in it before.
+        """
+        if fresh:
+            for entry in self.path.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+        (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        part = int(self.read().get("parts", 0))
+        self.note(parts=part + 1, config_digest=digest)
+        return part
+
+    def read(self) -> dict[str, Any]:
+        """Return what ``run.json`` holds; nothing where there is none.
+
+        Raises:
+            FormatError: It cannot be read.
+        """
+        if not self._file.exists():
+            return {}
+        try:
+            record: dict[str, Any] = orjson.loads(self._file.read_bytes())
+        except orjson.JSONDecodeError as error:
+            raise FormatError(f"{self._file} is not JSON: {error}") from error
+        return record
+
+    def note(self, **values: Any) -> None:
+        """Write values into ``run.json``, which is at any moment whole."""
+        draft = self._file.with_suffix(".draft")
+        draft.write_bytes(orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
+        draft.rename(self._file)
+
+    def spend(self, wall_s: float, cpu_s: float) -> None:
+        """Add what a process cost to what those before it did; one that was killed is missing."""
+        known = self.read()
+        self.note(wall_s=known.get("wall_s", 0.0) + wall_s, cpu_s=known.get("cpu_s", 0.0) + cpu_s)
+
+    def _check(self, what: Path, found: str, digest: str) -> None:
+        if found != digest:
+            raise CheckpointError(
+                f"{what} was trained with another configuration; resume it with the one in "
+                f"{self.path / 'config.yaml'}, choose another name, or start over with --fresh (only "
+                f"{', '.join(_FREE_SECTIONS)} may differ)"
+            )
