@@ -28,7 +28,7 @@ from turnwise.trainer.run import TrainSummary, cpu_seconds, run_train
 from turnwise.trainer.sft import run_sft
 
 HERE = Path(__file__).parent
-DEMONSTRATIONS = 4480
+DEMONSTRATIONS = 5120
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 
 A model that was shown only right conversations would leave reinforcement learning nothing to do. Here four out of five
 are wrong, so the warm model is right about one time in five, and greedily never: the likeliest thing it has seen after
-the first call is to answer with the team. Every demonstration copies names out of the conversation, the wrong ones too, because
-copying has to be learned before rewards can teach when to do what.
+the first call is to answer with the team. Every demonstration copies words out of the conversation, the wrong ones
+too, because copying has to be learned before rewards can teach when to do what.
 
 | share | what it shows                                            |
 | ----- | -------------------------------------------------------- |

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
+KINDS = ("sampled", "greedy")
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main-job")]
 
 
@@ -52,15 +53,12 @@ def success(part: dict[str, Any], kind: str) -> float:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_learns_to_use_the_tools(summaries: dict[int, dict[str, Any]], seed: int) -> None:
     summary = summaries[seed]
-    print(
-        f"seed {seed}: sampled {success(summary['before'], 'sampled'):.3f} -> {success(summary['after'], 'sampled'):.3f}, "
-        f"greedy {success(summary['before'], 'greedy'):.3f} -> {success(summary['after'], 'greedy'):.3f}, "
-        f"{summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s"
-    )
+    figures = {f"{part} {kind}": success(summary[part], kind) for part in ("before", "after") for kind in KINDS}
+    print(f"seed {seed}: {figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
     for part in ("before", "after"):
         assert summary[part]["sampled"]["success"]["episodes"] == 800
         assert summary[part]["greedy"]["success"]["episodes"] == 200
-    assert max(success(summary["before"], kind) for kind in ("sampled", "greedy")) <= 0.35
+    assert max(success(summary["before"], kind) for kind in KINDS) <= 0.35
     assert success(summary["after"], "sampled") >= 0.88
     assert success(summary["after"], "greedy") >= 0.97
 
