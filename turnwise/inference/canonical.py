@@ -6,6 +6,7 @@ form in which chat templates see messages. Equal meaning gives equal canonical m
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -224,6 +225,52 @@ def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[
     """Return the canonical form of a whole list of messages."""
     reducer = Canonicalizer()
     return [reducer.reduce(index, message) for index, message in enumerate(messages)]
+
+
+class History:
+    """The canonical form of a conversation that grows: what is equal to the last request is not reduced again."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Mapping[str, Any], Canonical]] = []
+
+    def reduce(self, messages: Sequence[Message]) -> list[Canonical]:
+        """Return the canonical form of a request's messages.
+
+        Raises:
+            SessionError: There are none, the last one is an assistant message, or one cannot be placed.
+        """
+        if not messages:
+            raise SessionError("messages is empty: a request needs at least one message")
+        reducer = Canonicalizer()
+        result: list[Canonical] = []
+        known = len(self._seen)
+        for index, message in enumerate(messages):
+            if index < known and _same(self._seen[index][0], message):
+                canonical = self._seen[index][1]
+                reducer.skip(index, canonical)
+            else:
+                # A tool message's form depends on the assistant message before it: from here on all is new.
+                known = min(known, index)
+                canonical = reducer.reduce(index, message)
+            result.append(canonical)
+        if result[-1].role == "assistant":
+            raise SessionError(
+                f"messages[{len(result) - 1}] is an assistant message: continuing one (prefill) is not supported; "
+                "end the request with a user or tool message"
+            )
+        # Agents edit lists and messages in place: what is remembered is a copy.
+        fresh = zip(messages[known:], result[known:], strict=True)
+        self._seen = self._seen[:known] + [(copy.deepcopy(dict(message)), form) for message, form in fresh]
+        return result
+
+
+def _same(seen: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Whether a message is the remembered one. ``==`` alone takes True and 1 for the same argument."""
+    return seen == message and (
+        not message.get("tool_calls") or same_arguments(seen["tool_calls"], message["tool_calls"])
+    )
 
 
 def same_arguments(first: Any, second: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from turnwise.inference.canonical import Canonical
 
 if TYPE_CHECKING:
-    from turnwise.inference.session import Match, Node, ToolsKey
+    from turnwise.inference.tree import Match, Node, ToolsKey
 
 
 def fork_reason(nodes: Sequence[Node], match: Match, messages: Sequence[Canonical], key: ToolsKey) -> str:

@@ -11,22 +11,16 @@ reason that is counted.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from turnwise.errors import BudgetSpent, InferenceError, SessionError
-from turnwise.inference.canonical import (
-    Canonical,
-    Canonicalizer,
-    canonical_messages,
-    canonical_tools,
-    same_arguments,
-)
+from turnwise.inference.canonical import Canonical, History, canonical_messages, canonical_tools
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.forks import fork_reason
+from turnwise.inference.tree import Match, Node, ToolsKey, Tree
 from turnwise.tasks import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import (
@@ -40,8 +34,6 @@ from turnwise.types import (
     ToolSchema,
     text_of,
 )
-
-ToolsKey = tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,76 +51,6 @@ class SessionLimits:
     max_tokens_per_turn: int | None = None
     max_total_tokens: int | None = None
     max_turns: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A node of the tree. Its ids never change; only ``children`` grows.
-
-    Attributes:
-        index: Place in commit order.
-        parent: The node before it.
-        sampled: Whether the model sampled its ids.
-        ids: int32 of shape [tokens], not writeable.
-        messages: The canonical messages that it means: those one request added, or the one assistant message.
-        start: How many messages stand before it on its path.
-        key: The tools of its root.
-        tools: The same, as schemas.
-        turns: How many sampled nodes the path up to and including it holds.
-        children: Nodes after it, in commit order.
-        completion: Sampled nodes only.
-        turn_id: Sampled nodes only.
-        fork: Why it is not the only child of its parent.
-    """
-
-    index: int
-    parent: Node | None
-    sampled: bool
-    ids: TokenIds
-    messages: tuple[Canonical, ...]
-    start: int
-    key: ToolsKey
-    tools: tuple[ToolSchema, ...]
-    turns: int
-    children: list[Node] = field(default_factory=list)
-    completion: Completion | None = None
-    turn_id: str | None = None
-    fork: str | None = None
-
-    @property
-    def end(self) -> int:
-        """How many messages the path up to and including this node means."""
-        return self.start + len(self.messages)
-
-    def path(self) -> list[Node]:
-        """The nodes from the root to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How a request continues the tree.
-
-    Attributes:
-        parent: The sampled node that the new context follows, or None at a root.
-        context: A known context that means all the messages, or None.
-        new: The messages of the new context.
-        ids: The ids of the (new or known) context.
-        why: Why the deepest matching turn could not be extended, where that is why this is a root.
-        commits: How many nodes the tree had.
-    """
-
-    parent: Node | None
-    context: Node | None
-    new: tuple[Canonical, ...]
-    ids: TokenIds
-    why: str | None
-    commits: int
 
 
 class Session:
@@ -160,14 +82,11 @@ class Session:
         self._client = client
         self._renderer = renderer
         self._seed = seed
-        self._nodes: list[Node] = []
-        self._roots: list[Node] = []
+        self._tree = Tree()
         self._issued: dict[str, str] = {}
         self._last: Message | None = None
-        self._turns = 0
-        self._committed_tokens = 0
         self._requests = 0
-        self._seen: list[tuple[Mapping[str, Any], Canonical]] = []
+        self._history = History()
         self._tools: tuple[list[ToolSchema], ToolsKey] = ([], ())
         self._prompt_tokens = 0
         self._encoded_tokens = 0
@@ -175,7 +94,7 @@ class Session:
     @property
     def turns(self) -> int:
         """How many completions were committed."""
-        return self._turns
+        return self._tree.turns
 
     @property
     def last(self) -> Message | None:
@@ -189,7 +108,7 @@ class Session:
     @property
     def committed_tokens(self) -> int:
         """Tokens of all segments, each counted once."""
-        return self._committed_tokens
+        return self._tree.tokens
 
     async def chat(
         self,
@@ -219,7 +138,7 @@ class Session:
             InferenceError: The server failed. Nothing was committed.
         """
         offered = tuple(tools or ())
-        canonical = self._canonical(messages)
+        canonical = self._history.reduce(messages)
         match = self._match(canonical, offered)
         prompt = self._prompt(match)
         params = self._limited(params or self.params, len(prompt))
@@ -233,49 +152,20 @@ class Session:
         Args:
             messages: Whether segments carry what they mean, besides their ids.
         """
-        return [_segment(node, messages) for node in self._nodes]
+        return [_segment(node, messages) for node in self._tree.nodes]
 
     def metrics(self) -> dict[str, float]:
         """Return counts of this session: turns, forks, tokens sampled, seen and encoded."""
-        sampled = sum(len(node.ids) for node in self._nodes if node.sampled)
+        nodes = self._tree.nodes
+        sampled = sum(len(node.ids) for node in nodes if node.sampled)
         return {
             "turns": self.turns,
-            "forks": sum(node.fork is not None for node in self._nodes),
+            "forks": sum(node.fork is not None for node in nodes),
             "sampled_tokens": sampled,
-            "context_tokens": self._committed_tokens - sampled,
+            "context_tokens": self._tree.tokens - sampled,
             "prompt_tokens": self._prompt_tokens,
             "encoded_tokens": self._encoded_tokens,
         }
-
-    # Canonical form
-
-    def _canonical(self, messages: Sequence[Message]) -> list[Canonical]:
-        """Reduce the messages, reusing the form of those that are equal to the last request's."""
-        if not messages:
-            raise SessionError("messages is empty: a request needs at least one message")
-        reducer = Canonicalizer()
-        result: list[Canonical] = []
-        seen = self._seen
-        for index, message in enumerate(messages):
-            if index < len(seen) and _same(seen[index][0], message):
-                canonical = seen[index][1]
-                reducer.skip(index, canonical)
-            else:
-                # A tool message's form depends on the assistant message before it: from here on all is new.
-                seen = []
-                canonical = reducer.reduce(index, message)
-            result.append(canonical)
-        if result[-1].role == "assistant":
-            raise SessionError(
-                f"messages[{len(result) - 1}] is an assistant message: continuing one (prefill) is not supported; "
-                "end the request with a user or tool message"
-            )
-        known = len(seen)
-        # Agents edit lists and messages in place: what is remembered is a copy.
-        self._seen = self._seen[:known] + [
-            (copy.deepcopy(dict(message)), form) for message, form in zip(messages[known:], result[known:], strict=True)
-        ]
-        return result
 
     def _tools_key(self, tools: tuple[ToolSchema, ...]) -> ToolsKey:
         known, key = self._tools
@@ -287,9 +177,9 @@ class Session:
     # Match and extend
 
     def _match(self, messages: list[Canonical], tools: tuple[ToolSchema, ...]) -> Match:
-        commits = len(self._nodes)
+        commits = len(self._tree.nodes)
         key = self._tools_key(tools)
-        turn, context = self._deepest(messages, key)
+        turn, context = self._tree.deepest(messages, key)
         if context is not None:
             return Match(context.parent, context, (), context.ids, None, commits)
         why = None
@@ -301,27 +191,6 @@ class Session:
             why = self._renderer.why
         ids = self._renderer.render(messages, tools)
         return Match(None, None, tuple(messages), self._frozen(ids), why, commits)
-
-    def _deepest(self, messages: list[Canonical], key: ToolsKey) -> tuple[Node | None, Node | None]:
-        """Find the deepest turn whose path means a prefix, or a context that means all the messages.
-
-        Most turns first, then most messages; among equals a turn that has not been extended, then the one
-        committed last.
-        """
-        best: Node | None = None
-        whole: Node | None = None
-        pending = [node for node in self._roots if node.key == key]
-        while pending:
-            node = pending.pop()
-            if node.end > len(messages) or tuple(messages[node.start : node.end]) != node.messages:
-                continue
-            if not node.sampled and node.end == len(messages):
-                if whole is None or (node.turns, node.index) > (whole.turns, whole.index):
-                    whole = node
-            elif node.sampled and node.end < len(messages) and (best is None or _rank(node) > _rank(best)):
-                best = node
-            pending.extend(node.children)
-        return best, whole
 
     def _answers_issued(self, turn: Node, new: list[Canonical]) -> tuple[Canonical, ...]:
         """Give answers to calls of the path the ids and names that this session issued for those calls."""
@@ -360,7 +229,7 @@ class Session:
             )
         allowed = [room]
         if limits.max_total_tokens is not None:
-            left = limits.max_total_tokens - self._committed_tokens
+            left = limits.max_total_tokens - self._tree.tokens
             if left <= 0:
                 raise BudgetSpent(
                     StopReason.MAX_TOKENS, f"session {self.id}: all {limits.max_total_tokens} tokens are used"
@@ -387,22 +256,13 @@ class Session:
         self._check(completion, params)
         message, cut = self._parse(match, tools, params, completion)
         reason = None
-        if match.context is not None or self._siblings(match.parent):
-            reason = fork or fork_reason(self._nodes, match, messages, self._tools_key(tools))
+        if match.context is not None or self._tree.siblings(match.parent):
+            reason = fork or fork_reason(self._tree.nodes, match, messages, self._tools_key(tools))
         context = self._context(match, tools, reason)
         given = self._given(message, cut)
-        self._turns += 1
         self._last = given
-        self._add(
-            parent=context,
-            sampled=True,
-            ids=completion.token_ids,
-            messages=(canonical_messages([given])[0],),
-            tools=tools,
-            reason=reason,
-            completion=completion,
-            turn_id=given["turn_id"],
-        )
+        meant = (canonical_messages([given])[0],)
+        self._add(context, completion.token_ids, meant, tools, reason, completion, given["turn_id"])
         return given
 
     def _check(self, completion: Completion, params: SamplingParams) -> None:
@@ -445,7 +305,7 @@ class Session:
 
     def _given(self, message: Message, cut: bool) -> Message:
         """Return the message that the agent is given: ids issued, turn named."""
-        number = self._turns
+        number = self._tree.turns
         calls: list[ToolCall] = []
         for position, call in enumerate(message.get("tool_calls") or ()):
             # Nine letters and digits: what the strictest chat template (Mistral's) accepts.
@@ -470,22 +330,15 @@ class Session:
         if match.context is not None:
             return match.context
         key = self._tools_key(tools)
-        siblings = self._siblings(match.parent)
+        siblings = self._tree.siblings(match.parent)
         for node in siblings:
             if node.key == key and node.messages == match.new and np.array_equal(node.ids, match.ids):
                 return node
-        return self._add(
-            parent=match.parent, sampled=False, ids=match.ids, messages=match.new, tools=tools, reason=reason
-        )
-
-    def _siblings(self, parent: Node | None) -> list[Node]:
-        return self._roots if parent is None else parent.children
+        return self._add(match.parent, match.ids, match.new, tools, reason)
 
     def _add(
         self,
-        *,
         parent: Node | None,
-        sampled: bool,
         ids: TokenIds,
         messages: tuple[Canonical, ...],
         tools: tuple[ToolSchema, ...],
@@ -493,37 +346,23 @@ class Session:
         completion: Completion | None = None,
         turn_id: str | None = None,
     ) -> Node:
-        ids.flags.writeable = False
-        siblings = self._siblings(parent)
-        node = Node(
-            index=len(self._nodes),
-            parent=parent,
-            sampled=sampled,
-            ids=ids,
-            messages=messages,
-            start=0 if parent is None else parent.end,
-            key=self._tools_key(tools),
-            tools=tools,
-            turns=(0 if parent is None else parent.turns) + sampled,
-            completion=completion,
-            turn_id=turn_id,
-            fork=reason if siblings else None,
+        sampled = completion is not None
+        return self._tree.add(
+            Node(
+                index=len(self._tree.nodes),
+                parent=parent,
+                sampled=sampled,
+                ids=ids,
+                messages=messages,
+                start=0 if parent is None else parent.end,
+                key=self._tools_key(tools),
+                tools=tools,
+                turns=(0 if parent is None else parent.turns) + sampled,
+                completion=completion,
+                turn_id=turn_id,
+                fork=reason if self._tree.siblings(parent) else None,
+            )
         )
-        siblings.append(node)
-        self._nodes.append(node)
-        self._committed_tokens += len(ids)
-        return node
-
-
-def _same(seen: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Whether a message is the remembered one. ``==`` alone takes True and 1 for the same argument."""
-    return seen == message and (
-        not message.get("tool_calls") or same_arguments(seen["tool_calls"], message["tool_calls"])
-    )
-
-
-def _rank(node: Node) -> tuple[int, int, bool, int]:
-    return (node.turns, node.end, not node.children, node.index)
 
 
 def _segment(node: Node, messages: bool) -> Segment:

@@ -1,0 +1,146 @@
+"""The directory of a run: one process at a time, one configuration, and nothing half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.errors import CheckpointError, ConfigError, FormatError, TrainError
+from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.run_directory import RunDirectory, config_digest
+
+
+def config(model: str = "model", **changes: Any) -> TrainConfig:
+    plain = {
+        "name": "r",
+        "steps": 1,
+        "tasks": "tasks.jsonl",
+        "policies": {"main": {"model": {"path": model}}},
+        "rollout": {"env": {"name": "lookup"}},
+    }
+    return TrainConfig.model_validate({**plain, **changes})
+
+
+def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+    home = RunDirectory(tmp_path / "r")
+    holder = (
+        "import sys; from pathlib import Path; from turnwise.trainer.run_directory import RunDirectory\n"
+        "with RunDirectory(Path(sys.argv[1])).alone():\n"
+        "    print('in', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", holder, str(home.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"in\n"
+        with (
+            pytest.raises(TrainError, match=r"another process works on the run .*: wait for it"),
+            home.alone(),
+        ):
+            pytest.fail("two are in")
+        other.kill()
+        other.wait()
+    with home.alone():
+        pass
+
+
+def test_where_nothing_was_begun_nothing_is_left(tmp_path: Path) -> None:
+    home = RunDirectory(tmp_path / "r")
+    with pytest.raises(ZeroDivisionError), home.alone():
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with home.alone():
+        home.begin(config(), "d", fresh=False)
+    assert sorted(os.listdir(home.path)) == ["config.yaml", "run.json"]
+
+
+def test_parts_are_counted_and_what_they_cost_is_added(tmp_path: Path) -> None:
+    home = RunDirectory(tmp_path)
+    for part in range(3):
+        assert home.begin(config(), "d", fresh=False) == part
+        home.spend(1.5, 2.0)
+    assert home.read() == {"parts": 3, "config_digest": "d", "wall_s": 4.5, "cpu_s": 6.0}
+    home.note(first_eval={"greedy": None})
+    assert json.loads((tmp_path / "run.json").read_text())["first_eval"] == {"greedy": None}
+
+
+def test_fresh_removes_what_was_there_and_follows_no_link(tmp_path: Path) -> None:
+    home, outside = RunDirectory(tmp_path / "r"), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").touch()
+    (home.path / "checkpoints" / "step_000001").mkdir(parents=True)
+    (home.path / "metrics.jsonl").touch()
+    (home.path / "link").symlink_to(outside)
+    home.note(parts=7, first_eval={})
+    assert home.begin(config(), "d", fresh=True) == 0
+    assert sorted(os.listdir(home.path)) == ["config.yaml", "run.json"]
+    assert home.read() == {"parts": 1, "config_digest": "d"}
+    assert (outside / "precious").exists()
+
+
+@pytest.mark.parametrize("model", [".", "checkpoints/step_000001", "../r/sft"])
+def test_fresh_keeps_a_model_that_the_run_is_to_begin_with(tmp_path: Path, model: str) -> None:
+    home = RunDirectory(tmp_path / "r")
+    home.path.mkdir()
+    with pytest.raises(ConfigError, match=r"policies\.main\.model\.path is .*inside the run"):
+        home.check_removable(config(str(home.path / model)))
+    home.check_removable(config(str(tmp_path / "r2")))
+
+
+def save(store: CheckpointStore, step: int, digest: str) -> Path:
+    return store.save(TrainerState(step, config_digest=digest), lambda directory: (directory / "w").write_bytes(b"1"))
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_with_its_own_configuration_only(tmp_path: Path) -> None:
+    home, store = RunDirectory(tmp_path), CheckpointStore(tmp_path / "checkpoints")
+    assert home.resume_point(store, "d") == (None, TrainerState(0))
+    # Begun, and killed before the first checkpoint: the files are those of this configuration.
+    home.begin(config(), "d", fresh=False)
+    with pytest.raises(CheckpointError, match=r"another configuration.*only runs, name, steps"):
+        home.resume_point(store, "e")
+    save(store, 1, "d")
+    newest = save(store, 2, "d")
+    assert home.resume_point(store, "d") == (newest, TrainerState(2, config_digest="d"))
+    # A checkpoint from elsewhere.
+    save(store, 3, "e")
+    with pytest.raises(CheckpointError, match=r"step_000003 was trained with another configuration"):
+        home.resume_point(store, "d")
+
+
+def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"parts": 1')
+    with pytest.raises(FormatError, match=r"run\.json is not JSON"):
+        RunDirectory(tmp_path).read()
+
+
+def test_the_digest_is_of_what_is_learned() -> None:
+    free = [
+        {"steps": 9}, {"name": "other"}, {"runs": "elsewhere"}, {"checkpoint": {"every": 3}}, {"custom": {"a": 1}},
+        {"eval": {"tasks": "t.jsonl"}}, {"inference": {"replicas": 2}},
+    ]  # fmt: skip
+    bound = [
+        {"seed": 1}, {"tasks": "other.jsonl"}, {"shuffle": False}, {"batch": {"groups": 2}},
+        {"algorithm": {"epochs": 2}}, {"rollout": {"env": {"name": "lookup"}, "temperature": 0.5}},
+        {"renderer": {"format": "hermes"}}, {"policies": {"main": {"model": {"path": "other"}}}},
+    ]  # fmt: skip
+    own = config_digest(config())
+    assert {config_digest(config(**change)) for change in free} == {own}
+    assert own not in {config_digest(config(**change)) for change in bound}
+    assert len({config_digest(config(**change)) for change in bound}) == len(bound)
+
+
+def test_tidying_removes_drafts_and_what_is_too_old(tmp_path: Path) -> None:
+    everything = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save(everything, step, "d")
+    (tmp_path / ".draft-step_000004-1").mkdir()
+    CheckpointStore(tmp_path, keep=2).tidy()
+    assert sorted(os.listdir(tmp_path)) == ["step_000002", "step_000003"]
+    CheckpointStore(tmp_path / "none").tidy()
+    assert not (tmp_path / "none").exists()
