@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.behaviours import behave, plans, scripts
 from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
 from turnwise.errors import BudgetSpent, InferenceError, SessionError
-from turnwise.inference.ledger import LedgerClient, read_ledger
 from turnwise.inference.scripted import ScriptedClient, replay
 from turnwise.inference.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory, to_samples
@@ -317,89 +315,12 @@ async def test_a_written_conversation_replays_as_one_branch() -> None:
 
 # Properties: whatever an agent does with its history, what is recorded is what the engine saw and sampled.
 
-texts = st.text(alphabet="abc ", min_size=0, max_size=6)
-lines = st.one_of(
-    texts.map(lambda text: {"role": "assistant", "content": text}),
-    st.builds(
-        lambda text, arguments: {
-            "role": "assistant",
-            "content": text,
-            "reasoning_content": "hm",
-            "tool_calls": [ToolCall("", "look", arguments)],
-        },
-        texts,
-        st.dictionaries(
-            st.sampled_from("xy"), st.one_of(st.integers(0, 3), st.booleans(), st.floats(0, 2)), max_size=2
-        ),
-    ),
-    st.lists(st.integers(0, 220), min_size=1, max_size=12),
-)
-actions = st.one_of(
-    st.tuples(st.just("continue"), texts),
-    st.tuples(st.just("resample"), texts),
-    st.tuples(st.just("edit"), texts),
-    st.tuples(st.just("drop"), texts),
-    st.tuples(st.just("restart"), texts),
-    st.tuples(st.just("tools"), texts),
-    st.tuples(st.just("nobridge"), texts),
-)
-
 
 @settings(max_examples=150, deadline=None)
-@given(
-    script=st.lists(lines, min_size=8, max_size=8),
-    plan=st.lists(actions, min_size=1, max_size=7),
-    cut=st.integers(1, 30),
-)
+@given(script=scripts(st.integers(0, 220)), plan=plans(), cut=st.integers(1, 30))
 async def test_every_behaviour_is_recorded_exactly(tmp_path_factory, script, plan, cut) -> None:
-    path: Path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"
     renderer = ToyRenderer()
-    client = ScriptedClient(renderer, script)
-    ledger = LedgerClient(client, path)
-    session = Session(ledger, renderer, id="s", limits=SessionLimits(context_length=100_000))
-    messages: list[Message] = [user("q")]
-    tools = [TOOL]
-    params = SamplingParams(max_tokens=cut)
-    for action, text in plan:
-        answer = await session.chat(messages, tools, params)
-        if action == "resample":
-            continue
-        messages = [*messages, answer]
-        messages += [{"role": "tool", "tool_call_id": c.id, "content": text} for c in answer.get("tool_calls", ())]
-        if action == "edit" and len(messages) > 2:
-            messages[1] = {"role": messages[1]["role"], "content": f"edited {text}"}
-        elif action == "drop" and len(messages) > 2:
-            messages = [messages[0], *messages[3:]]
-        elif action == "restart":
-            messages = []
-        elif action == "tools":
-            tools = [OTHER] if tools == [TOOL] else [TOOL]
-        messages.append(user(f"NOBRIDGE{text}" if action == "nobridge" else text))
-    await ledger.close()
-
-    trajectory = Trajectory.from_bytes(Trajectory("s", "e", "g", "t", segments=session.segments()).to_bytes())
-    recorded = Counter(
-        (tuple(path_ids(trajectory, s.parent)), tuple(s.ids.tolist()), tuple(s.logprobs.tolist()))
-        for s in trajectory.segments
-        if s.sampled
-    )
-    seen = Counter(
-        (tuple(e.prompt_ids.tolist()), tuple(e.completion_ids.tolist()), tuple(e.logprobs.tolist()))
-        for e in read_ledger(path).entries
-    )
-    assert recorded == seen
-    assert sum(recorded.values()) == len(plan)
-
-    samples = to_samples(trajectory)
-    assert sum(row.trained_tokens for row in samples.rows) == trajectory.sampled_tokens
-    assert samples.unowned_tokens == 0
-    # Contexts alternate with sampled segments, and each fork is counted once.
-    for segment in trajectory.segments:
-        assert segment.parent < segment.index
-        assert (segment.parent < 0 or trajectory.segments[segment.parent].sampled) != segment.sampled
-    children = Counter(segment.parent for segment in trajectory.segments)
-    assert sum(trajectory.forks().values()) == sum(count - 1 for count in children.values())
-    assert trajectory.sampled_tokens == session.metrics()["sampled_tokens"]
+    await behave(renderer, script, plan, cut, tmp_path_factory.mktemp("ledger") / "ledger.jsonl")
 
 
 async def test_requests_in_flight_together_share_their_context_and_fork_as_concurrent() -> None:
