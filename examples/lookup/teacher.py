@@ -8,9 +8,9 @@ too, because copying has to be learned before rewards can teach when to do what.
 | share | what it shows                                            |
 | ----- | -------------------------------------------------------- |
 | 20 %  | both calls, then the right name                          |
-| 56 %  | the first call, then the team as the answer              |
+| 60 %  | the first call, then the team as the answer              |
 | 10 %  | at once, the name of who was asked about                 |
-| 14 %  | the first call, then the manager of another team         |
+| 10 %  | the first call, then the manager of another team         |
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def plan(env: LookupEnv, rng: random.Random) -> Plan:
     kind = rng.random()
     if kind < 0.20:
         return [first, ("manager_of", team), table.answer]
-    if kind < 0.76:
+    if kind < 0.80:
         return [first, team]
-    if kind < 0.86:
+    if kind < 0.90:
         return [f"I think it is {table.person}."]
     other = rng.choice([name for name in TEAMS if name != team])
     return [first, ("manager_of", other), table.managers[other]]

@@ -241,9 +241,7 @@ async def _call(env: Env, method: str, args: tuple[Any, ...], kwargs: dict[str, 
         raise EnvError(f"{type(env).__qualname__}.{method} raised {type(error).__name__}: {error}") from error
 
 
-async def _in_thread(
-    env: Env, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+async def _in_thread(env: Env, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     executor = default_threads() if env.executor is None else env.executor
     context = contextvars.copy_context()
     future = executor.submit(lambda: _guarded(context.run, function, args, kwargs))
