@@ -52,8 +52,8 @@ lint: $(STAMP)  ## Check style, types and import directions
 	$(BIN)/lint-imports
 
 bench: $(STAMP)  ## Run every benchmark in benchmarks/
-	@set -e; for file in benchmarks/bench_*.py; do \
-		test -e "$$file" || { echo "there is no benchmarks/bench_*.py" >&2; exit 1; }; \
+	@set -e; for file in benchmarks/*.py; do \
+		test -e "$$file" || { echo "there is no benchmarks/*.py" >&2; exit 1; }; \
 		echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; \
 	done
 
