@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from turnwise.tasks import Task, load_tasks
     from turnwise.tools import BaseTool, ToolResponse, function_tool
     from turnwise.trainer.config import SFTConfig, TrainConfig
-    from turnwise.trainer.run import run_train
     from turnwise.trainer.sft import run_sft
+    from turnwise.trainer.train import run_train
     from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
     from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenPrompt, ToolCall, ToolSchema
 
@@ -56,7 +56,7 @@ _HOMES = {
     "tasks": ("Task", "load_tasks"),
     "tools": ("BaseTool", "ToolResponse", "function_tool"),
     "trainer.config": ("SFTConfig", "TrainConfig"),
-    "trainer.run": ("run_train",),
+    "trainer.train": ("run_train",),
     "trainer.sft": ("run_sft",),
     "trajectory": ("Segment", "TrainSample", "Trajectory", "TrajectoryGroup", "to_samples"),
     "types": ("Completion", "Message", "SamplingParams", "StopReason", "TokenPrompt", "ToolCall", "ToolSchema"),

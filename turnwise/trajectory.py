@@ -6,6 +6,7 @@ Owns: :class:`Segment`, :class:`Trajectory`, :class:`TrainSample`, their bytes (
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ class Trajectory:
         """Return one line of JSON (no line break) that :meth:`from_bytes` reads back exactly.
 
         Raises:
-            FormatError: A log-probability or reward is not finite.
+            FormatError: A log-probability or reward is not finite, or a field holds what JSON cannot express.
         """
         for segment in self.segments:
             if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
@@ -152,7 +153,17 @@ class Trajectory:
             raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}")
         record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
         record["segments"] = [_segment_record(segment) for segment in self.segments]
-        return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
+        try:
+            return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError:
+            # A model may write numbers of more than 64 bits as arguments: such messages are kept as JSON text.
+            for segment in record["segments"]:
+                for key in {"messages", "tools"} & segment.keys():
+                    segment[key] = json.dumps(segment[key])
+        try:
+            return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise FormatError(f"trajectory {self.id!r} cannot be written as JSON: {error}") from error
 
     @classmethod
     def from_bytes(cls, data: bytes | str) -> Trajectory:
@@ -167,7 +178,7 @@ class Trajectory:
             record["stop_reason"] = StopReason(record["stop_reason"])
             record["rewards"] = [(turn, name, float(value)) for turn, name, value in record["rewards"]]
             return cls(segments=segments, **record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise FormatError(f"trajectory record {record.get('id')!r} is malformed: {error!r}") from error
 
 
@@ -207,14 +218,18 @@ def _read_segment(record: dict[str, Any]) -> Segment:
         parent=record["parent"],
         kind=record["kind"],
         ids=np.asarray(record["ids"], np.int32),
-        messages=tuple(record["messages"]),
+        messages=_listed(record["messages"]),
         turn_id=record.get("turn_id"),
         logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         weight_versions=tuple((int(v), int(s), int(e)) for v, s, e in record.get("weight_versions", ())),
         finish_reason=record.get("finish_reason"),
         fork=record.get("fork"),
-        tools=None if tools is None else tuple(tools),
+        tools=None if tools is None else _listed(tools),
     )
+
+
+def _listed(value: Any) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(value) if isinstance(value, str) else value)
 
 
 def _load(data: bytes | str, what: str) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from rich.console import Console
 from turnwise.config import load_config
 from turnwise.errors import TurnwiseError
 from turnwise.trainer.config import SFTConfig, TrainConfig
-from turnwise.trainer.run import TrainSummary, cpu_seconds, run_train
+from turnwise.trainer.run_directory import cpu_seconds
 from turnwise.trainer.sft import run_sft
+from turnwise.trainer.train import TrainSummary, run_train
 
 HERE = Path(__file__).parent
 DEMONSTRATIONS = 5120
@@ -63,7 +64,7 @@ def main() -> int:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 1
     except KeyboardInterrupt:
-        console.print(f"interrupted; the same command goes on from {directory}", highlight=False)
+        # How far it got was printed; the same command goes on from there.
         return 130
     # The warm start is part of the job: its time counts.
     summary.wall_s, summary.cpu_s = time.monotonic() - started, cpu_seconds()

@@ -14,7 +14,7 @@ from turnwise.rollout.batches import read_batches
 from turnwise.rollout.writer import read_trajectories
 from turnwise.trainer.audit import audit_run
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.run import run_train
+from turnwise.trainer.train import run_train
 
 pytestmark = pytest.mark.long
 STEPS = 3

@@ -36,8 +36,9 @@ from turnwise.rollout.writer import read_trajectories
 from turnwise.trainer.audit import audit_run
 from turnwise.trainer.checkpoint import capture_rng
 from turnwise.trainer.loops.sync import train_sync
-from turnwise.trainer.run import open_run, run_train
+from turnwise.trainer.run import open_run
 from turnwise.trainer.run_directory import RunDirectory
+from turnwise.trainer.train import run_train
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 
 # One episode at a time: then the engine's batches, and with them the last bits of every number, are the same in

@@ -24,7 +24,7 @@ from turnwise.rollout.batches import read_batches
 from turnwise.rollout.writer import read_trajectories
 from turnwise.trainer.audit import audit_run
 from turnwise.trainer.metrics import meaning
-from turnwise.trainer.run import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory import Trajectory
 
 EVAL = {"tasks": "turnwise.envs.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}

@@ -7,6 +7,7 @@ catching errors and making trajectories; that is ``rollout/runner.py``.
 from __future__ import annotations
 
 import difflib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -104,6 +105,7 @@ class Episode:
         self._executor = executor
         self._open_session = open_session
         self._sessions: dict[str, Session] = {}
+        self._failure: EnvError | None = None
 
     @property
     def session(self) -> Session:
@@ -140,7 +142,7 @@ class Episode:
         """
         if self.ended:
             raise AgentError("episode.step was called after the episode ended: stop when a step says so")
-        result: StepResult = await invoke(self._env, "step", message, executor=self._executor)
+        result: StepResult = await self._invoke("step", message)
         info = result.info
         turn = message.get("turn_id")
         named = info.get("rewards") or ({"step": result.reward} if result.reward else {})
@@ -152,7 +154,7 @@ class Episode:
             self.ended = True
             self.scored = result.terminated
             self.final = message if result.terminated else None
-            reason = info.get("stop_reason", StopReason.ENV_TRUNCATED)
+            reason = info.get("stop_reason") or StopReason.ENV_TRUNCATED
             self.stop_reason = StopReason.COMPLETED if result.terminated else StopReason(reason)
         return result
 
@@ -173,7 +175,7 @@ class Episode:
         if self.ended and self.stop_reason is not StopReason.INVALID_CALLS:
             raise AgentError("episode.call was called after the episode ended: stop when a step says so")
         self._check_invalid(self._env)
-        response: ToolResponse = await invoke(self._env, "call", call, executor=self._executor)
+        response: ToolResponse = await self._invoke("call", call)
         if response.reward is not None:
             turn = self.session_for(agent).turn_of_call(call.id)
             self.note(f"tool/{call.name}", response.reward, turn, agent=agent)
@@ -183,12 +185,22 @@ class Episode:
         return response
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
-        """Note a reward on a turn, or with None on the episode."""
+        """Note a reward on a turn, or with None on the episode.
+
+        Raises:
+            AgentError: It is not finite.
+        """
+        _finite(f"episode.note: reward {name!r}", value)
         self.rewards.append(Reward(agent, turn_id, name, float(value)))
 
     def count(self, metrics: dict[str, float]) -> None:
-        """Add to the episode's metrics."""
+        """Add to the episode's metrics.
+
+        Raises:
+            AgentError: One is not finite.
+        """
         for name, value in metrics.items():
+            _finite(f"episode.count: metric {name!r}", value)
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
 
     def finish(self, reason: StopReason, final: Message | None = None) -> None:
@@ -201,10 +213,20 @@ class Episode:
         self.final = final
 
     async def score(self) -> None:
-        """Score the episode, unless a step did. Called once, by the runner."""
+        """Score the episode, unless a step did. Called once, by the runner.
+
+        Raises:
+            EnvError: The environment raised or broke its contract, now or in a step whose error the agent caught.
+            InferenceError: The last request of a session failed, and the agent caught the error: what is missing
+                then is no fault of the policy.
+        """
         if self.scored:
             return
         self._check_threads()
+        failures = [self._failure, *(session.failure for session in self._sessions.values())]
+        for failure in failures:
+            if failure is not None:
+                raise failure
         self.scored = True
         parts: dict[str, float] = await invoke(self._env, "score", self.answer(), executor=self._executor)
         for name, value in parts.items():
@@ -218,6 +240,13 @@ class Episode:
         main = self._sessions.get("main")
         last = main.last if main is not None else None
         return last if last is not None and not last.get("tool_calls") else None
+
+    async def _invoke(self, method: str, *args: Any) -> Any:
+        try:
+            return await invoke(self._env, method, *args, executor=self._executor)
+        except EnvError as error:
+            self._failure = error
+            raise
 
     def _check_threads(self) -> None:
         if self._env.lost_thread:
@@ -236,6 +265,11 @@ class Episode:
                 f"{env.invalid_in_a_row} calls in a row did not reach a tool; max_invalid_calls is "
                 f"{env.max_invalid_calls}",
             )
+
+
+def _finite(what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise AgentError(f"{what} is {value}: it must be a finite number")
 
 
 class Agent(ABC):

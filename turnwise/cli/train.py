@@ -18,6 +18,6 @@ def command(
     """Train a policy with reinforcement learning; goes on from the last checkpoint where there is one."""
     from turnwise.config import load_config
     from turnwise.trainer.config import TrainConfig
-    from turnwise.trainer.run import run_train
+    from turnwise.trainer.train import run_train
 
     run_train(load_config(TrainConfig, config, overrides or ()), fresh=fresh)

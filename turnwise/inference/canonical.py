@@ -16,6 +16,9 @@ from typing import Any
 from turnwise.errors import SessionError
 from turnwise.types import Json, Message, ToolCall, ToolSchema
 
+# Deeper values exhaust the stack of whoever walks them (files take 254 levels, a copy some 300).
+_MAX_DEPTH = 100
+
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -45,7 +48,7 @@ class Canonical:
         text: The joined text parts.
         reasoning: Reasoning of an assistant message, empty where it has none.
         calls: Calls of an assistant message.
-        name: Name of a system or user message, else None.
+        name: Name of a system or user message, or of a tool message that answers no call; else None.
         answers: For a tool message: (index of the assistant message among the messages, index of the call in
             it) that it answers; (-1, -1) where it answers none.
         call_id: For a tool message: the id to render.
@@ -86,37 +89,56 @@ class Canonical:
         return message
 
 
-def canonical_value(value: Json) -> Json:
-    """Return ``value`` with sorted keys and every finite float without fraction as an integer."""
-    if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
+def clean(text: str) -> str:
+    """Return a text without half surrogate pairs: neither tokenizers nor files take them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def canonical_value(value: Json, depth: int = 0) -> Json:
+    """Return ``value`` with sorted keys and every float without fraction as an integer.
+
+    Args:
+        value: What ``json.loads`` may return.
+        depth: How many lists and objects stand around it.
+
+    Raises:
+        SessionError: JSON cannot express it, or it is nested more than 100 levels deep.
+    """
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, bool) or value is None or isinstance(value, int):
         return value
-    if isinstance(value, float):
-        return int(value) if math.isfinite(value) and value == math.floor(value) else value
+    if isinstance(value, float) and math.isfinite(value):
+        return int(value) if value == math.floor(value) else value
+    if depth >= _MAX_DEPTH:
+        raise SessionError(f"tool arguments are nested more than {_MAX_DEPTH} levels deep: write them flatter")
     if isinstance(value, Mapping):
-        return {str(key): canonical_value(value[key]) for key in sorted(value, key=str)}
+        return {clean(str(key)): canonical_value(value[key], depth + 1) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
-        return [canonical_value(item) for item in value]
+        return [canonical_value(item, depth + 1) for item in value]
     raise SessionError(f"tool arguments hold a {type(value).__name__}, which JSON cannot express: {value!r}")
 
 
 def canonical_arguments(arguments: Mapping[str, Any] | str | None) -> tuple[str, dict[str, Any] | None]:
     """Return arguments as canonical JSON text and as an object.
 
-    Blank or null arguments are ``{}``. What does not parse is its stripped text, with None for the object.
+    Blank or null arguments are ``{}``. What is no JSON is its stripped text, with None for the object.
+
+    Raises:
+        SessionError: An object holds what JSON cannot express, or is nested too deep. A text never raises.
     """
     if isinstance(arguments, str):
-        text = arguments.strip()
+        text = clean(arguments.strip())
         if not text:
             return "{}", {}
         try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError):
+            value = canonical_value(json.loads(text))
+        except (ValueError, RecursionError, SessionError):
             return text, None
     else:
-        parsed = arguments
-    if parsed is None:
+        value = canonical_value(arguments)
+    if value is None:
         return "{}", {}
-    value = canonical_value(parsed)
     dumped = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return dumped, value if isinstance(value, dict) else None
 
@@ -133,7 +155,7 @@ def _text(role: str, index: int, content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return content
+        return clean(content)
     texts = []
     for part in content:
         kind = part.get("type", "text")
@@ -145,7 +167,7 @@ def _text(role: str, index: int, content: Any) -> str:
         # A block of white space only is an artefact of clients that split and join blocks.
         if len(content) == 1 or text.strip():
             texts.append(text)
-    return "".join(texts)
+    return clean("".join(texts))
 
 
 def _calls(message: Mapping[str, Any], index: int) -> tuple[CanonicalCall, ...]:
@@ -159,7 +181,7 @@ def _calls(message: Mapping[str, Any], index: int) -> tuple[CanonicalCall, ...]:
             function = call.get("function", call)
             name, source, call_id = function.get("name", ""), function.get("arguments"), call.get("id") or ""
         arguments, value = canonical_arguments(source)
-        calls.append(CanonicalCall(name, arguments, value, call_id or f"m{index:05d}{number:03d}"))
+        calls.append(CanonicalCall(clean(name), arguments, value, call_id or f"m{index:05d}{number:03d}"))
     return tuple(calls)
 
 
@@ -199,24 +221,24 @@ class Canonicalizer:
         text = _text(role, index, message.get("content"))
         if role == "assistant":
             reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            canonical = Canonical(role, text, str(reasoning), _calls(message, index))
+            canonical = Canonical(role, text, clean(str(reasoning)), _calls(message, index))
         elif role == "tool":
-            canonical = self._tool(text, message)
+            canonical = self._tool(index, text, message)
         else:
             canonical = Canonical(role, text, name=message.get("name"))
         self.skip(index, canonical)
         return canonical
 
-    def _tool(self, text: str, message: Message | Mapping[str, Any]) -> Canonical:
+    def _tool(self, index: int, text: str, message: Message | Mapping[str, Any]) -> Canonical:
         named = message.get("tool_call_id")
         position = next((n for n, call in enumerate(self._calls) if named and call.id == named), None)
         if position is None:
             open_calls = [n for n in range(len(self._calls)) if n not in self._answered]
             position = open_calls[0] if open_calls else None
         if position is None:
-            return Canonical(
-                "tool", text, answers=(-1, -1), call_id=named or "call_0", call_name=message.get("name", "")
-            )
+            # It answers no call that could name it: what is rendered is made from what is compared.
+            name = clean(message.get("name") or "")
+            return Canonical("tool", text, name=name, answers=(-1, -1), call_id=f"m{index:05d}000", call_name=name)
         call = self._calls[position]
         return Canonical("tool", text, answers=(self._turn, position), call_id=call.id, call_name=call.name)
 

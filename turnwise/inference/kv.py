@@ -314,8 +314,10 @@ class KVCache:
         shared = np.where(equal.all(axis=1), head, equal.argmin(axis=1))
         if size > head:
             deep = np.flatnonzero((shared == head) & (known > head))
-            equal = self.ids[deep, :size] == tokens
-            shared[deep] = np.where(equal.all(axis=1), size, equal.argmin(axis=1))
+            # Nothing that is known reaches beyond the width of the table.
+            width = min(size, self.ids.shape[1])
+            equal = self.ids[deep, :width] == tokens[:width]
+            shared[deep] = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
         return np.minimum(shared, known)
 
     def compact(self, slots: npt.NDArray[np.int64]) -> bool:

@@ -139,10 +139,22 @@ class LedgerClient(LLMClient):
         self._write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
 
     def _write(self, record: bytes) -> None:
-        data = record + b"\n"
-        written = os.write(self._file, data)
+        append_whole(self._file, record + b"\n")
+
+
+def append_whole(file: int, data: bytes) -> None:
+    """Append bytes to a file that only this process writes; where that fails, nothing of them stays in it.
+
+    Half a line would swallow the one that the next call writes, once the disk has room again.
+    """
+    before = os.fstat(file).st_size
+    try:
+        written = os.write(file, data)
         while written < len(data):
-            written += os.write(self._file, data[written:])
+            written += os.write(file, data[written:])
+    except OSError:
+        os.ftruncate(file, before)
+        raise
 
 
 def _shared_prefix(before: TokenIds, prompt: TokenIds) -> int:
@@ -226,5 +238,5 @@ def _entry(path: Path, number: int, part: int, record: dict[str, object], last: 
         versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])  # type: ignore[attr-defined]
         logprobs = np.asarray(record["logprobs"], np.float32)
         return LedgerEntry(part, session, prompt, completion, logprobs, versions, str(record["finish"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise FormatError(f"{path}:{number}: malformed ledger record: {error!r}") from error

@@ -115,12 +115,11 @@ class ScriptedClient(LLMClient):
         """Sample what the script says, one id at a time."""
         completion = await self.generate(prompt, params, session_id=session_id)
         last = len(completion.token_ids) - 1
+        versions = [version for version, start, end in completion.weight_versions for _ in range(start, end)]
         for position in range(last + 1):
             piece = slice(position, position + 1)
             reason = completion.finish_reason if position == last else None
-            yield TokenDelta(
-                completion.token_ids[piece], completion.logprobs[piece], completion.weight_versions[0][0], reason
-            )
+            yield TokenDelta(completion.token_ids[piece], completion.logprobs[piece], versions[position], reason)
 
     async def model_info(self) -> ModelInfo:
         """Return a model of the configured context length."""

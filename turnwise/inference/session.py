@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from turnwise.errors import BudgetSpent, InferenceError, SessionError
-from turnwise.inference.canonical import Canonical, History, canonical_messages, canonical_tools
+from turnwise.errors import BudgetSpent, InferenceError, SessionError, TurnwiseError
+from turnwise.inference.canonical import Canonical, History, canonical_arguments, canonical_messages, canonical_tools
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.forks import fork_reason
 from turnwise.inference.tree import Match, Node, ToolsKey, Tree
@@ -63,7 +63,7 @@ class Session:
         limits: What may be used.
         params: Sampling parameters that a request's own override as a whole.
         seed: Sampling seed: each request draws from a stream of its own that depends only on this and on how
-            many turns were committed before.
+            many requests were sent before.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Session:
         self._tree = Tree()
         self._issued: dict[str, str] = {}
         self._last: Message | None = None
+        self._failure: TurnwiseError | None = None
         self._requests = 0
         self._history = History()
         self._tools: tuple[list[ToolSchema], ToolsKey] = ([], ())
@@ -98,8 +99,13 @@ class Session:
 
     @property
     def last(self) -> Message | None:
-        """The assistant message that was committed last."""
+        """The assistant message that was committed last, as it was given to the agent."""
         return self._last
+
+    @property
+    def failure(self) -> TurnwiseError | None:
+        """What the last request failed with, where the server or its client failed: None once another one succeeds."""
+        return self._failure
 
     def turn_of_call(self, call_id: str) -> str | None:
         """Return the id of the turn that made a call, or None where this session issued no such id."""
@@ -143,8 +149,14 @@ class Session:
         prompt = self._prompt(match)
         params = self._limited(params or self.params, len(prompt))
         self._requests += 1
-        completion = await self._client.generate(TokenPrompt(prompt), params, session_id=self.id)
-        return self._commit(match, canonical, offered, params, completion, fork)
+        try:
+            completion = await self._client.generate(TokenPrompt(prompt), params, session_id=self.id)
+            message = self._commit(match, canonical, offered, params, completion, fork)
+        except (InferenceError, SessionError) as error:
+            self._failure = error
+            raise
+        self._failure = None
+        return message
 
     def segments(self, *, messages: bool = True) -> list[Segment]:
         """Return the committed segments, in commit order.
@@ -179,16 +191,18 @@ class Session:
     def _match(self, messages: list[Canonical], tools: tuple[ToolSchema, ...]) -> Match:
         commits = len(self._tree.nodes)
         key = self._tools_key(tools)
-        turn, context = self._tree.deepest(messages, key)
+        turns, context = self._tree.deepest(messages, key)
         if context is not None:
             return Match(context.parent, context, (), context.ids, None, commits)
         why = None
-        if turn is not None and turn.parent is not None:
+        for turn in turns:
+            assert turn.parent is not None
             new = self._answers_issued(turn, messages[turn.end :])
             ids = self._renderer.extend(turn.parent.ids, turn.ids, turn.messages[0], new, tools)
             if ids is not None:
                 return Match(turn, None, new, self._frozen(ids), None, commits)
-            why = self._renderer.why
+            # A branch that began where this one could not be extended may go on from there.
+            why = why or self._renderer.why
         ids = self._renderer.render(messages, tools)
         return Match(None, None, tuple(messages), self._frozen(ids), why, commits)
 
@@ -258,17 +272,21 @@ class Session:
         reason = None
         if match.context is not None or self._tree.siblings(match.parent):
             reason = fork or fork_reason(self._tree.nodes, match, messages, self._tools_key(tools))
-        context = self._context(match, tools, reason)
         given = self._given(message, cut)
-        self._last = given
         meant = (canonical_messages([given])[0],)
+        context = self._context(match, tools, reason)
         self._add(context, completion.token_ids, meant, tools, reason, completion, given["turn_id"])
+        self._issued.update((call.id, given["turn_id"]) for call in given.get("tool_calls", ()))
+        # What is scored is what was said: agents edit their messages in place.
+        self._last = copy.deepcopy(given)
         return given
 
     def _check(self, completion: Completion, params: SamplingParams) -> None:
         ids, finish = completion.token_ids, completion.finish_reason
         if finish not in ("stop", "length"):
             raise InferenceError(f"session {self.id}: a completion ended with {finish!r}; nothing was recorded")
+        if not np.isfinite(completion.logprobs).all():
+            raise SessionError(f"session {self.id}: a completion came with a logprob that is not finite")
         if len(ids) == 0 or len(completion.logprobs) != len(ids):
             raise SessionError(
                 f"session {self.id}: a completion of {len(ids)} ids came with {len(completion.logprobs)} logprobs"
@@ -308,10 +326,7 @@ class Session:
         number = self._tree.turns
         calls: list[ToolCall] = []
         for position, call in enumerate(message.get("tool_calls") or ()):
-            # Nine letters and digits: what the strictest chat template (Mistral's) accepts.
-            own = call.id if call.id and call.id not in self._issued else f"c{number:05d}{position:03d}"
-            self._issued[own] = f"t{number}"
-            calls.append(replace(call, id=own))
+            calls.append(replace(_usable(call), id=self._new_id(call.id, position, calls)))
         given: Message = {
             "role": "assistant",
             "content": text_of(message),
@@ -324,6 +339,16 @@ class Session:
         if reasoning:
             given["reasoning_content"] = reasoning
         return given
+
+    def _new_id(self, own: str, position: int, before: Sequence[ToolCall]) -> str:
+        """Return the model's own id, or where it gave none or one that is taken, another one."""
+        taken = self._issued.keys() | {call.id for call in before}
+        while not own or own in taken:
+            # Nine letters and digits: what the strictest chat template (Mistral's) accepts. A model may have written
+            # such an id itself.
+            own = f"c{self._tree.turns:05d}{position:03d}"
+            position += 1
+        return own
 
     def _context(self, match: Match, tools: tuple[ToolSchema, ...], reason: str | None) -> Node:
         """Return the known context with equal messages and equal ids, else add one."""
@@ -363,6 +388,15 @@ class Session:
                 fork=reason if self._tree.siblings(parent) else None,
             )
         )
+
+
+def _usable(call: ToolCall) -> ToolCall:
+    """Return a call, with an error where its arguments can be neither shown nor kept."""
+    try:
+        canonical_arguments(call.arguments)
+    except SessionError as error:
+        return replace(call, arguments={}, error=call.error or str(error))
+    return call
 
 
 def _segment(node: Node, messages: bool) -> Segment:

@@ -113,17 +113,17 @@ class Tree:
         self.turns += node.sampled
         return node
 
-    def deepest(self, messages: Sequence[Canonical], key: ToolsKey) -> tuple[Node | None, Node | None]:
-        """Find the deepest turn whose path means a prefix, and the deepest context that means all the messages.
+    def deepest(self, messages: Sequence[Canonical], key: ToolsKey) -> tuple[list[Node], Node | None]:
+        """Find the turns whose path means a prefix, and the deepest context that means all the messages.
 
-        Most turns first, then most messages; among equals a turn that has not been extended, then the one committed
-        last.
+        Of each branch only its deepest turn. Most turns first, then most messages; among equals a turn that has not
+        been extended, then the one committed last.
 
         Args:
             messages: The request's canonical messages.
             key: The request's tools: only roots of the same tools are looked at.
         """
-        turn: Node | None = None
+        turns: list[Node] = []
         whole: Node | None = None
         pending = [node for node in self.roots if node.key == key]
         while pending:
@@ -133,10 +133,12 @@ class Tree:
             if not node.sampled and node.end == len(messages):
                 if whole is None or (node.turns, node.index) > (whole.turns, whole.index):
                     whole = node
-            elif node.sampled and node.end < len(messages) and (turn is None or _rank(node) > _rank(turn)):
-                turn = node
+            elif node.sampled and node.end < len(messages):
+                turns.append(node)
             pending.extend(node.children)
-        return turn, whole
+        # A turn's parent is a context, whose parent is the turn before it.
+        passed = {turn.parent.parent for turn in turns if turn.parent is not None}
+        return sorted((turn for turn in turns if turn not in passed), key=_rank, reverse=True), whole
 
 
 def _rank(node: Node) -> tuple[int, int, bool, int]:

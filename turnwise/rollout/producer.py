@@ -7,9 +7,11 @@ failures. One failed member never discards its group.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
+from urllib.parse import quote
 
 from turnwise.errors import EnvError, InferenceError, TurnwiseError
 from turnwise.inference.core import LLMClient
@@ -19,6 +21,8 @@ from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import stable_hash
 from turnwise.tools.threads import ToolThreads
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f%]")
 
 
 class RolloutProducer(RolloutManager):
@@ -112,7 +116,9 @@ class RolloutProducer(RolloutManager):
             buffer.fail(_first(error))
 
     async def _group(self, request: RolloutRequest) -> TrajectoryGroup:
-        name = f"{self._parts.run_part}-{request.partition}-{request.task.id}-e{request.epoch}"
+        # Ids travel in HTTP headers, which take no line breaks.
+        task_id = _CONTROL.sub(lambda found: quote(found.group(), safe=""), request.task.id)
+        name = f"{self._parts.run_part}-{request.partition}-{task_id}-e{request.epoch}"
         group_id = f"{name}-{request.tag}" if request.tag else name
         async with asyncio.TaskGroup() as members:
             running = [

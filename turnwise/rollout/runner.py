@@ -17,6 +17,7 @@ from turnwise.agents.core import Agent, Episode, EpisodeLimits, ToolThreadLost, 
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
 from turnwise.errors import AgentError, BudgetSpent, EnvError, TurnwiseError
+from turnwise.inference.canonical import clean
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.session import Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig
@@ -123,14 +124,20 @@ class EpisodeRunner:
         try:
             await self._act(run)
             await self._score(run)
-        except asyncio.CancelledError:
-            run.stop_reason = StopReason.CANCELLED
-            raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                run.stop_reason = StopReason.CANCELLED
+                raise
+            # Nobody cancelled this episode: passed on, it would end the member without a word.
+            run.stop_reason = StopReason.ERROR
+            run.error = AgentError("the agent or its environment raised CancelledError, but nobody cancelled them")
+            run.error.__cause__ = error
         except ToolThreadLost as error:
             run.stop_reason, run.error = StopReason.TIMEOUT, error
         except TurnwiseError as error:
             run.stop_reason, run.error = StopReason.ERROR, error
-        except Exception as error:  # noqa: BLE001 - an agent's own code runs here: whatever it raises becomes data
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent's own code: what it raises becomes data
             run.stop_reason = StopReason.ERROR
             run.error = AgentError(f"the agent raised {type(error).__name__}: {error}")
             run.error.__cause__ = error
@@ -155,15 +162,21 @@ class EpisodeRunner:
                 run.episode = episode = await self._reset(run, None if timeout is None else scope.when())
                 try:
                     await agent.run(episode)
-                except BudgetSpent as spent:
-                    episode.finish(StopReason(spent.stop_reason))
+                except Exception as error:
+                    spent = _budget_spent(error)
+                    if spent is None:
+                        raise
+                    # An episode that a step has ended keeps its end, whatever the agent tried after it.
+                    if not episode.ended:
+                        episode.finish(StopReason(spent.stop_reason))
         except TimeoutError:
             if not scope.expired():
                 raise
             if run.episode is None:
                 name = run.spec.task.env or self._config.env.name
                 raise EnvError(f"environment {name!r} did not reset within {timeout} s") from None
-            run.episode.finish(StopReason.TIMEOUT)
+            if not run.episode.ended:
+                run.episode.finish(StopReason.TIMEOUT)
 
     async def _reset(self, run: _Run, deadline: float | None) -> Episode:
         spec, config = run.spec, self._config
@@ -242,23 +255,26 @@ class EpisodeRunner:
         """
         if run.env is None:
             return False
-        closing = asyncio.ensure_future(
-            asyncio.wait_for(invoke(run.env, "close", executor=self._executor), self._config.close_timeout)
-        )
+        closing = asyncio.ensure_future(invoke(run.env, "close", executor=self._executor))
         interrupted = False
-        while not closing.done():
-            try:
-                await asyncio.wait([closing])
-            except asyncio.CancelledError:
-                interrupted = True
-                run.stop_reason = StopReason.CANCELLED
-        if closing.cancelled() or closing.exception() is not None:
+        # Once for close, and once more for what runs when it is cancelled. After that it is left behind.
+        for _ in range(2):
+            until = time.monotonic() + self._config.close_timeout
+            while not closing.done() and (left := until - time.monotonic()) > 0:
+                try:
+                    await asyncio.wait([closing], timeout=left)
+                except asyncio.CancelledError:
+                    interrupted = True
+                    run.stop_reason = StopReason.CANCELLED
+            if not closing.done():
+                closing.cancel()
+        if not closing.done() or closing.cancelled() or closing.exception() is not None:
             run.metrics["close_errors"] = 1.0
         return interrupted
 
     def _trajectories(self, run: _Run) -> list[Trajectory]:
         spec, episode = run.spec, run.episode
-        error = None if run.error is None else f"{type(run.error).__name__}: {run.error}"
+        error = None if run.error is None else clean(f"{type(run.error).__name__}: {run.error}")
         blank = Trajectory(
             id=spec.episode_id,
             episode_id=spec.episode_id,
@@ -292,3 +308,13 @@ class EpisodeRunner:
             )
             result.append(trajectory)
         return result
+
+
+def _budget_spent(error: BaseException | None) -> BudgetSpent | None:
+    """Return the BudgetSpent that an agent's error is, was raised from, or consists of (a task group's)."""
+    while error is not None and not isinstance(error, BudgetSpent):
+        if isinstance(error, BaseExceptionGroup):
+            found = [_budget_spent(each) for each in error.exceptions]
+            return found[0] if all(found) else None
+        error = error.__cause__
+    return error

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from turnwise.errors import FormatError
+from turnwise.inference.ledger import append_whole
 from turnwise.trajectory import Trajectory
 
 
@@ -27,11 +28,13 @@ class TrajectoryWriter:
             os.write(self._file, b"\n")
 
     def write(self, trajectory: Trajectory) -> None:
-        """Append one trajectory."""
-        data = trajectory.to_bytes() + b"\n"
-        written = os.write(self._file, data)
-        while written < len(data):
-            written += os.write(self._file, data[written:])
+        """Append one trajectory, whole or not at all.
+
+        Raises:
+            FormatError: It cannot be written as JSON.
+            OSError: The disk is full, or the file is gone.
+        """
+        append_whole(self._file, trajectory.to_bytes() + b"\n")
 
     def close(self) -> None:
         """Close the file. Closing twice is no error."""

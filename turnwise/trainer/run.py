@@ -1,7 +1,7 @@
-"""``turnwise train``: a run's directory, its parts, and how it starts, stops and resumes.
+"""What a training run is made of: its parts, how they are put together, and how they are taken apart.
 
-Owns: :class:`TrainRun` (what a loop works with) and :func:`run_train`. Refuses: the order of a step, which is the
-loop's (``loops/``).
+Owns: :class:`TrainRun` (what a loop works with) and :func:`open_run`. Refuses: the order of a step, which is the
+loop's (``loops/``), and which loop runs (``train.py``).
 
 A run directory holds ``config.yaml``, ``run.json`` (how many processes worked on it and what they cost, the first
 evaluation), ``metrics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batches.jsonl``, ``checkpoints/``,
@@ -10,22 +10,17 @@ evaluation), ``metrics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batc
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import resource
-import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 
-from turnwise.errors import InferenceError, RequestRefused, TrainError
-from turnwise.evaluation.result import EvalResult, result_table
+from turnwise.errors import InferenceError, RequestRefused
+from turnwise.evaluation.result import EvalResult
 from turnwise.evaluation.runner import evaluate
 from turnwise.inference.core import Renderer
 from turnwise.inference.fleet import Fleet
@@ -43,7 +38,7 @@ from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
 from turnwise.trainer.replay import LocalReplayBuffer
-from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
+from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest, cpu_seconds
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 from turnwise.trajectory import Trajectory
@@ -58,38 +53,6 @@ COLUMNS = {
     "gap": "gap/max",
     "s": "time/step_s",
 }
-
-
-@dataclass(slots=True)
-class TrainSummary:
-    """What a run leaves, as ``summary.json`` holds it.
-
-    Attributes:
-        directory: The run directory.
-        steps: Train steps done.
-        before: Figures of the first evaluation: ``{"sampled": {...}, "greedy": {...}}``.
-        after: Figures of the last one.
-        wall_s: Seconds, all parts of the run together.
-        cpu_s: CPU seconds of all its processes.
-    """
-
-    directory: Path
-    steps: int
-    before: dict[str, Any] | None
-    after: dict[str, Any] | None
-    wall_s: float
-    cpu_s: float
-
-    def write(self) -> None:
-        """Write ``summary.json``."""
-        record = {
-            "steps": self.steps,
-            "before": self.before,
-            "after": self.after,
-            "wall_s": self.wall_s,
-            "cpu_s": self.cpu_s,
-        }
-        (self.directory / "summary.json").write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 @dataclass(slots=True)
@@ -201,51 +164,6 @@ class TrainRun:
             lambda directory: self.learner.save(directory, extra=lambda model: save_format(self.renderer, model)),
         )
         self.saved_step = self.state.step
-
-
-def run_train(config: TrainConfig, *, fresh: bool = False, console: Console | None = None) -> TrainSummary:
-    """Train, from the beginning or from the last checkpoint of the run directory.
-
-    Ctrl-C (or SIGTERM) ends the run in order: a checkpoint of the last finished step is written, and no process is
-    left behind. The same command goes on from there.
-
-    Args:
-        config: What to do.
-        fresh: Remove an earlier run of this name first, once it is known that this one can start.
-        console: Where the display goes; by default standard error.
-
-    Raises:
-        TurnwiseError: What is wrong with the configuration, the data, the model or the run directory, before any
-            work starts; or why training cannot go on.
-        KeyboardInterrupt: The run was interrupted; it can be resumed.
-    """
-    console = console or Console(stderr=True)
-    try:
-        return asyncio.run(_run(config, fresh, console))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        # Of SIGTERM asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
-        steps = CheckpointStore(config.runs / config.name / CHECKPOINTS).steps()
-        found = f"the same command goes on after step {steps[-1]}" if steps else "no step was finished"
-        console.print(f"interrupted: {found}", highlight=False)
-        raise KeyboardInterrupt from None
-
-
-async def _run(config: TrainConfig, fresh: bool, console: Console) -> TrainSummary:
-    from turnwise.trainer.loops.sync import train_sync
-
-    directory = config.runs / config.name
-    with _sigterm_cancels():
-        async with open_run(config, directory, console, fresh=fresh) as run:
-            if run.state.step == 0:
-                await run.evaluate("step-0")
-            await train_sync(run)
-            result = await run.evaluate(f"step-{run.state.step}-final")
-    spent = RunDirectory(directory).read()
-    summary = TrainSummary(directory, run.state.step, run.first_eval, run.last_eval, spent["wall_s"], spent["cpu_s"])
-    summary.write()
-    if result is not None:
-        console.print(result_table(result, f"{config.name} after {run.state.step} steps"))
-    return summary
 
 
 @contextlib.asynccontextmanager
@@ -392,31 +310,3 @@ def _save_unsaved(run: TrainRun) -> None:
     """Save the last finished step, unless it is saved or an update failed half way."""
     if run.state.step > run.saved_step and not run.torn:
         run.save()
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of all its children that have ended."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-@contextlib.contextmanager
-def _sigterm_cancels() -> Iterator[None]:
-    """Let SIGTERM end the run as Ctrl-C does. Signals are the main thread's: elsewhere this changes nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    if task is None:
-        raise TrainError("a run needs an asyncio task")
-
-    def cancel() -> None:
-        # Once: another one must not cut off the checkpoint and the end of the servers that the first began.
-        loop.add_signal_handler(signal.SIGTERM, lambda: None)
-        task.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, cancel)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,3 +148,9 @@ class RunDirectory:
                 f"{self.path / 'config.yaml'}, choose another name, or start over with --fresh (only "
                 f"{', '.join(_FREE_SECTIONS)} may differ)"
             )
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of all its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

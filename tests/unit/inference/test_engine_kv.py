@@ -164,6 +164,14 @@ def test_shared_prefixes_count_only_known_tokens():
     assert cache.shared_prefixes(base)[slots].tolist() == [0, 50, 100, 0]
 
 
+@pytest.mark.parametrize("known", [0, 100, 250])
+def test_a_prompt_may_be_longer_than_everything_before(known):
+    cache = KVCache(GEOMETRY, torch.float32, torch.device("cpu"), slots=4, longest=2000, budget=8192)
+    prompt = np.arange(1, 1501, dtype=np.int32)
+    slots = [cache.take(prompt[:known])] if known else []
+    assert cache.shared_prefixes(prompt)[slots].tolist() == [known] * len(slots)
+
+
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
     model = make_model("qwen3", num_hidden_layers=1)
@@ -176,7 +184,7 @@ def expected(lm):
 
     def get(prompt: np.ndarray, count: int) -> list[int]:
         key = tuple(prompt.tolist())
-        if len(known.get(key, ())) < count:
+        if key not in known or len(known[key]) < count:
             known[key] = greedy(lm[0], prompt, max(count, 40), eos=False)
         return known[key][:count]
 

@@ -1,0 +1,135 @@
+"""The optimizer steps of a train step: which old log-probabilities reach the loss, with which rows and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from turnwise.trainer.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
+from turnwise.trainer.learner import Learner
+from turnwise.trainer.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.update import update_policy
+
+Row = Callable[..., TrainRow]
+Models = Callable[..., Path]
+Key = tuple[int, ...]
+
+
+class Watched:
+    """A learner that notes what it is given."""
+
+    def __init__(self, path: Path) -> None:
+        config = PolicyConfig(
+            model=ModelConfig(path=path, device="cpu"), optim=OptimConfig(lr=0.01), schedule=ScheduleConfig()
+        )
+        self.learner = Learner.create(config, 100)
+        self.steps: list[tuple[list[MicroBatch], float]] = []
+        self.recomputed = 0
+
+    def forward_backward(self, batches, objective, normalizer):
+        self.steps.append((list(batches), normalizer))
+        return self.learner.forward_backward(batches, objective, normalizer)
+
+    def logprobs(self, batches):
+        self.recomputed += 1
+        return self.learner.logprobs(batches)
+
+    def optim_step(self):
+        return self.learner.optim_step()
+
+
+def by_row(batch: MicroBatch, values: torch.Tensor) -> Iterator[tuple[Key, torch.Tensor]]:
+    """Values of shape [N] cut into rows, each named by its ids."""
+    for start, length, _ in batch.segments:
+        mine = (batch.targets >= start) & (batch.targets < start + length)
+        yield tuple(batch.input_ids[0, start : start + length].tolist()), values[mine]
+
+
+@pytest.fixture
+def rows(row: Row) -> list[TrainRow]:
+    # Lengths that first-fit lays down in another order; one trajectory has two leaves.
+    lengths = (5, 17, 9, 12, 7, 15)
+    names = ("a", "b", "b", "c", "d", "e")
+    return [
+        row(length, 2 + n % 3, seed=n, name=name, leaf=n, advantage=(-1.0) ** n)
+        for n, (length, name) in enumerate(zip(lengths, names, strict=True))
+    ]
+
+
+def update(watched: Watched, rows: list[TrainRow], **algorithm: object) -> dict[str, float]:
+    config = AlgorithmConfig.model_validate(algorithm)
+    return update_policy(watched, rows, config, BatchConfig(max_tokens_per_micro_batch=32), seed=3)  # type: ignore[arg-type]
+
+
+def test_recomputed_logprobs_are_those_before_the_first_step_row_by_row(model_dir: Models, rows) -> None:
+    watched = Watched(model_dir())
+    expected: dict[Key, torch.Tensor] = {}
+    for each in rows:
+        [batch] = pack([each], 100)
+        [scores] = watched.learner.logprobs([batch])
+        expected[tuple(each.sample.input_ids.tolist())] = scores
+    metrics = update(watched, rows, old_logprobs="recompute", epochs=2, minibatches=2)
+    assert len(watched.steps) == 4
+    seen = 0
+    for batches, _ in watched.steps:
+        for batch in batches:
+            assert batch.old_logprobs is not None
+            for key, values in by_row(batch, batch.old_logprobs):
+                torch.testing.assert_close(values, expected[key], atol=1e-5, rtol=0)
+                seen += 1
+    assert seen == 2 * len(rows)
+    # The weights moved under them: the ratio is not 1 any more.
+    assert metrics["update/ratio_max"] > 1.01 if "update/ratio_max" in metrics else watched.recomputed == 1
+
+
+def test_rollout_logprobs_are_used_as_they_were_recorded(model_dir: Models, rows) -> None:
+    watched = Watched(model_dir())
+    update(watched, rows, old_logprobs="rollout")
+    recorded = {
+        tuple(each.sample.input_ids.tolist()): torch.from_numpy(each.sample.rollout_logprobs[each.sample.loss_mask])
+        for each in rows
+    }
+    [(batches, normalizer)] = watched.steps
+    assert normalizer == sum(each.sample.trained_tokens for each in rows)
+    found = {key: values for batch in batches for key, values in by_row(batch, batch.old_logprobs)}
+    assert found.keys() == recorded.keys()
+    assert all(torch.equal(found[key], recorded[key]) for key in found)
+    assert watched.recomputed == 0
+
+
+def test_one_update_recomputes_nothing(model_dir: Models, rows) -> None:
+    watched = Watched(model_dir())
+    update(watched, rows, old_logprobs="recompute")
+    [(batches, _)] = watched.steps
+    assert watched.recomputed == 0
+    assert all(batch.old_logprobs is None for batch in batches)
+
+
+def test_each_epoch_sees_every_row_once_and_deals_anew(model_dir: Models, rows) -> None:
+    watched = Watched(model_dir())
+    update(watched, rows, epochs=4, minibatches=2)
+    parts = [
+        frozenset(key for batch in batches for key, _ in by_row(batch, batch.targets)) for batches, _ in watched.steps
+    ]
+    everything = {tuple(each.sample.input_ids.tolist()) for each in rows}
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        assert first | second == everything
+        assert not first & second
+        both = {tuple(each.sample.input_ids.tolist()) for each in rows if each.sample.trajectory_id == "b"}
+        assert both <= first or both <= second
+    assert len({frozenset(pair) for pair in zip(parts[::2], parts[1::2], strict=True)}) > 1
+    # Each step has the normaliser of its own rows.
+    trained = {tuple(each.sample.input_ids.tolist()): each.sample.trained_tokens for each in rows}
+    for (_, normalizer), part in zip(watched.steps, parts, strict=True):
+        assert normalizer == sum(trained[key] for key in part)
+
+
+def test_a_step_without_rows_changes_nothing(model_dir: Models) -> None:
+    watched = Watched(model_dir())
+    before = [parameter.clone() for parameter in watched.learner.policy.model.parameters()]
+    update(watched, [])
+    after = watched.learner.policy.model.parameters()
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

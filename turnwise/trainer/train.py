@@ -1,0 +1,124 @@
+"""``turnwise train``: a run from its configuration to its summary.
+
+Owns: :func:`run_train`: which loop runs, what an interrupt does, and ``summary.json``. Refuses: the parts of a run
+(``run.py``) and the order of a step (``loops/``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+
+from turnwise.errors import TrainError
+from turnwise.evaluation.result import result_table
+from turnwise.trainer.checkpoint import CheckpointStore
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.loops.sync import train_sync
+from turnwise.trainer.run import open_run
+from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory
+
+
+@dataclass(slots=True)
+class TrainSummary:
+    """What a run leaves, as ``summary.json`` holds it.
+
+    Attributes:
+        directory: The run directory.
+        steps: Train steps done.
+        before: Figures of the first evaluation: ``{"sampled": {...}, "greedy": {...}}``.
+        after: Figures of the last one.
+        wall_s: Seconds, all parts of the run together.
+        cpu_s: CPU seconds of all its processes.
+    """
+
+    directory: Path
+    steps: int
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+    wall_s: float
+    cpu_s: float
+
+    def write(self) -> None:
+        """Write ``summary.json``."""
+        record = {
+            "steps": self.steps,
+            "before": self.before,
+            "after": self.after,
+            "wall_s": self.wall_s,
+            "cpu_s": self.cpu_s,
+        }
+        (self.directory / "summary.json").write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def run_train(config: TrainConfig, *, fresh: bool = False, console: Console | None = None) -> TrainSummary:
+    """Train, from the beginning or from the last checkpoint of the run directory.
+
+    Ctrl-C (or SIGTERM) ends the run in order: a checkpoint of the last finished step is written, and no process is
+    left behind. The same command goes on from there.
+
+    Args:
+        config: What to do.
+        fresh: Remove an earlier run of this name first, once it is known that this one can start.
+        console: Where the display goes; by default standard error.
+
+    Raises:
+        TurnwiseError: What is wrong with the configuration, the data, the model or the run directory, before any
+            work starts; or why training cannot go on.
+        KeyboardInterrupt: The run was interrupted; it can be resumed.
+    """
+    console = console or Console(stderr=True)
+    try:
+        return asyncio.run(_run(config, fresh, console))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        # Of SIGTERM asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
+        steps = CheckpointStore(config.runs / config.name / CHECKPOINTS).steps()
+        found = f"the same command goes on after step {steps[-1]}" if steps else "no step was finished"
+        console.print(f"interrupted: {found}", highlight=False)
+        raise KeyboardInterrupt from None
+
+
+async def _run(config: TrainConfig, fresh: bool, console: Console) -> TrainSummary:
+    directory = config.runs / config.name
+    with _sigterm_cancels():
+        async with open_run(config, directory, console, fresh=fresh) as run:
+            if run.state.step == 0:
+                await run.evaluate("step-0")
+            await train_sync(run)
+            result = await run.evaluate(f"step-{run.state.step}-final")
+    spent = RunDirectory(directory).read()
+    summary = TrainSummary(directory, run.state.step, run.first_eval, run.last_eval, spent["wall_s"], spent["cpu_s"])
+    summary.write()
+    if result is not None:
+        console.print(result_table(result, f"{config.name} after {run.state.step} steps"))
+    return summary
+
+
+@contextlib.contextmanager
+def _sigterm_cancels() -> Iterator[None]:
+    """Let SIGTERM end the run as Ctrl-C does. Signals are the main thread's: elsewhere this changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    if task is None:
+        raise TrainError("a run needs an asyncio task")
+
+    def cancel() -> None:
+        # Once: another one must not cut off the checkpoint and the end of the servers that the first began.
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
