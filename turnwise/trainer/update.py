@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,8 @@ def update_policy(
     for epoch in range(algorithm.epochs):
         for part in minibatches(rows, algorithm.minibatches, seed + epoch):
             weighed, normalizer = weigh(part, algorithm.loss_aggregation)
+            # Rows without advantage count in the normaliser, but have no gradient: no forward pass is spent on them.
+            weighed = [row for row in weighed if algorithm.entropy_coef or np.any(row.advantage)]
             batches = pack(weighed, budget)
             for micro in batches:
                 if algorithm.old_logprobs == "rollout":
