@@ -580,3 +580,13 @@ async def test_a_conversation_that_the_format_cannot_say_is_refused() -> None:
 
     with pytest.raises(SessionError, match="cannot be said"):
         await replay([user("q"), {"role": "assistant", "content": "a", "reasoning_content": "hm"}], [], Thoughtless())
+
+
+async def test_an_answer_takes_the_name_of_the_call_as_it_is_now() -> None:
+    renderer = ToyRenderer()
+    session, client = session_of(renderer, ["a", "b"])
+    answer: Message = {"role": "tool", "tool_call_id": "x", "content": "r"}
+    for name in ("old", "new"):
+        said: Message = {"role": "assistant", "content": "", "tool_calls": [ToolCall("x", name, {})]}
+        await session.chat([user("q"), said, answer], [TOOL])
+    assert "x=new:r" in client.requests[1].text

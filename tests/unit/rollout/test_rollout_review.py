@@ -579,3 +579,19 @@ async def test_a_single_turn_that_was_cut_says_so(limit, reason) -> None:
     outcome = await run(["a long answer"], task=task, max_tokens_per_turn=limit)
     [trajectory] = outcome.trajectories
     assert (trajectory.stop_reason, trajectory.reward, LOG.count("score")) == (reason, 1.0, 1)
+
+
+async def test_what_runs_when_closing_is_cancelled_is_waited_for(monkeypatch) -> None:
+    async def close(self):
+        await asyncio.Event().wait()
+
+    async def release(self):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        LOG.append("released")
+
+    monkeypatch.setattr(World, "close", close)
+    monkeypatch.setattr(World, "release", release)
+    outcome = await run(["42"], close_timeout=0.05)
+    assert LOG == ["score", "released"]
+    assert outcome.trajectories[0].metrics["close_errors"] == 1.0
