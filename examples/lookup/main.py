@@ -29,7 +29,7 @@ from turnwise.trainer.sft import run_sft
 from turnwise.trainer.train import TrainSummary, run_train
 
 HERE = Path(__file__).parent
-DEMONSTRATIONS = 4096
+DEMONSTRATIONS = 4480
 
 
 def main() -> int:
