@@ -64,6 +64,8 @@ class Session:
         params: Sampling parameters that a request's own override as a whole.
         seed: Sampling seed: each request draws from a stream of its own that depends only on this and on how
             many requests were sent before.
+        one_temperature: Refuse requests at another temperature than that of ``params``. The trainer divides the
+            logits of a trajectory by one temperature.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Session:
         limits: SessionLimits,
         params: SamplingParams | None = None,
         seed: int | None = None,
+        one_temperature: bool = False,
     ) -> None:
         self.id = id
         self.limits = limits
@@ -82,6 +85,7 @@ class Session:
         self._client = client
         self._renderer = renderer
         self._seed = seed
+        self._one_temperature = one_temperature
         self._tree = Tree()
         self._issued: dict[str, str] = {}
         self._last: Message | None = None
@@ -233,6 +237,11 @@ class Session:
 
     def _limited(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
         limits = self.limits
+        if self._one_temperature and params.temperature != self.params.temperature:
+            raise SessionError(
+                f"session {self.id}: params.temperature is {params.temperature}, but this trajectory is trained at "
+                f"{self.params.temperature} (rollout.temperature): give it that temperature, or none at all"
+            )
         if limits.max_turns is not None and self._requests >= limits.max_turns:
             raise BudgetSpent(StopReason.MAX_TURNS, f"session {self.id}: all {limits.max_turns} turns are used")
         room = limits.context_length - prompt_tokens

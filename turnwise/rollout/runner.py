@@ -222,6 +222,7 @@ class EpisodeRunner:
             ),
             params=params,
             seed=stable_hash("session", spec.sampling_seed, name),
+            one_temperature=spec.partition == "train",
         )
         run.sessions[name] = (session, policy)
         return session

@@ -203,6 +203,17 @@ async def test_seeds_differ_by_turn_and_depend_on_nothing_else() -> None:
     assert seeds[0][0] != seeds[0][1]
 
 
+async def test_a_trained_trajectory_has_one_temperature() -> None:
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, ["a", "b"])
+    limits, params = SessionLimits(context_length=100), SamplingParams(temperature=0.7)
+    session = Session(client, renderer, id="s", limits=limits, params=params, one_temperature=True)
+    await session.chat([user("q")], params=SamplingParams(temperature=0.7, max_tokens=5))
+    with pytest.raises(SessionError, match=r"params.temperature is 1.0, but this trajectory is trained at 0.7"):
+        await session.chat([user("q")], params=SamplingParams(max_tokens=5))
+    assert len(client.requests) == 1
+
+
 async def test_call_ids_are_unique_in_the_session_and_name_their_turn() -> None:
     two = {"role": "assistant", "content": "", "tool_calls": [call_of("look"), call_of("look")]}
     session = new_session([two, two])
