@@ -16,7 +16,6 @@ then ``ids``: conversations cost their new tokens, not their square.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from turnwise.append import AppendFile
 from turnwise.errors import FormatError
 from turnwise.inference.core import LLMClient, ModelInfo
 from turnwise.types import Completion, Logprobs, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
@@ -81,15 +81,12 @@ class LedgerClient(LLMClient):
     """
 
     def __init__(self, inner: LLMClient, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._inner = inner
-        # A torn last line of a killed process must not swallow the first line of this one.
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = AppendFile(path)
         self._last: OrderedDict[str, TokenIds] = OrderedDict()
         self._remembered = 0
         self._closed = False
-        self._write((b"\n" if torn else b"") + orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
+        self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Pass on to the inner client, then write the call down."""
@@ -116,8 +113,8 @@ class LedgerClient(LLMClient):
         """Mark the part as ended in order and close file and inner client."""
         if not self._closed:
             self._closed = True
-            self._write(orjson.dumps({"event": "end"}))
-            os.close(self._file)
+            self._file.append(orjson.dumps({"event": "end"}))
+            self._file.close()
         await self._inner.close()
 
     def _note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
@@ -136,25 +133,7 @@ class LedgerClient(LLMClient):
             "versions": completion.weight_versions,
             "finish": completion.finish_reason,
         }
-        self._write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
-
-    def _write(self, record: bytes) -> None:
-        append_whole(self._file, record + b"\n")
-
-
-def append_whole(file: int, data: bytes) -> None:
-    """Append bytes to a file that only this process writes; where that fails, nothing of them stays in it.
-
-    Half a line would swallow the one that the next call writes, once the disk has room again.
-    """
-    before = os.fstat(file).st_size
-    try:
-        written = os.write(file, data)
-        while written < len(data):
-            written += os.write(file, data[written:])
-    except OSError:
-        os.ftruncate(file, before)
-        raise
+        self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def _shared_prefix(before: TokenIds, prompt: TokenIds) -> int:

@@ -13,7 +13,6 @@ for later steps was never kept: its checkpoint was not reached); then one record
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from turnwise.append import AppendFile
 from turnwise.errors import FormatError
 from turnwise.trajectory import TrainSample
 
@@ -105,10 +105,7 @@ class BatchWriter:
     def __init__(
         self, path: Path, *, part: int | None = None, after_step: int = 0, max_tokens: int | None = None
     ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._closed = False
+        self._file = AppendFile(path)
         start = {
             "event": "start",
             "schema_version": SCHEMA_VERSION,
@@ -116,8 +113,7 @@ class BatchWriter:
             "after_step": after_step,
             "max_tokens": max_tokens,
         }
-        # A killed process left half a line: it stays unreadable, but must not swallow the next one.
-        self._append((b"\n" if torn else b"") + orjson.dumps(start))
+        self._file.append(orjson.dumps(start))
 
     def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0) -> None:
         """Append the rows that a step trains."""
@@ -131,19 +127,11 @@ class BatchWriter:
             }
             for sample in samples
         ]
-        self._append(orjson.dumps({"step": step, "epoch": epoch, "rows": rows}))
+        self._file.append(orjson.dumps({"step": step, "epoch": epoch, "rows": rows}))
 
     def close(self) -> None:
         """Close the file. Closing twice is no error."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._file)
-
-    def _append(self, record: bytes) -> None:
-        data = record + b"\n"
-        written = os.write(self._file, data)
-        while written < len(data):
-            written += os.write(self._file, data[written:])
+        self._file.close()
 
 
 def read_batches(path: Path) -> Batches:

@@ -5,12 +5,11 @@ Owns: :class:`TrajectoryWriter` and :func:`read_trajectories`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from turnwise.append import AppendFile
 from turnwise.errors import FormatError
-from turnwise.inference.ledger import append_whole
 from turnwise.trajectory import Trajectory
 
 
@@ -18,14 +17,8 @@ class TrajectoryWriter:
     """Appends trajectories to a file; each is in the file when :meth:`write` returns."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        torn = path.exists() and path.stat().st_size > 0 and _last_byte(path) != b"\n"
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._closed = False
-        if torn:
-            # A killed process left half a line: it stays unreadable, but must not swallow the next one.
-            os.write(self._file, b"\n")
+        self._file = AppendFile(path)
 
     def write(self, trajectory: Trajectory) -> None:
         """Append one trajectory, whole or not at all.
@@ -34,19 +27,11 @@ class TrajectoryWriter:
             FormatError: It cannot be written as JSON.
             OSError: The disk is full, or the file is gone.
         """
-        append_whole(self._file, trajectory.to_bytes() + b"\n")
+        self._file.append(trajectory.to_bytes())
 
     def close(self) -> None:
         """Close the file. Closing twice is no error."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._file)
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
+        self._file.close()
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from turnwise.append import AppendFile
 from turnwise.errors import FormatError
 
 _SHOWN_STEPS = 8
@@ -29,18 +30,12 @@ class JSONLLogger:
     """Appends one JSON object per line; each line is on its way to disk when :meth:`log` returns."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self._file = path.open("ab")
-        if torn:
-            # A killed process left half a line; it must not swallow the next one.
-            self._file.write(b"\n")
+        self._file = AppendFile(path)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record. Values that are not finite become null."""
-        self._file.write(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-        self._file.flush()
+        self._file.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY))
 
     def close(self) -> None:
         """Close the file. Closing twice is no error."""

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
+from turnwise.append import append_whole
 from turnwise.errors import FormatError, InferenceError, SessionError
 from turnwise.inference.canonical import canonical_arguments, canonical_messages
-from turnwise.inference.ledger import LedgerClient, append_whole, read_ledger
+from turnwise.inference.ledger import LedgerClient, read_ledger
 from turnwise.inference.scripted import ScriptedClient, replay
 from turnwise.inference.session import Session, SessionLimits
 from turnwise.trajectory import Segment, Trajectory, to_samples
