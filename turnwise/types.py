@@ -173,12 +173,21 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """A piece of a streamed completion; ``finish_reason`` is set on the last one only."""
+    """A piece of a streamed completion.
+
+    Attributes:
+        token_ids: int32 of shape [tokens].
+        logprobs: As in :class:`Completion`.
+        weight_version: Which weights sampled the last of these ids; None where the server says it at the end only.
+        finish_reason: Set on the last piece only.
+        weight_versions: On the last piece: the spans of the whole completion.
+    """
 
     token_ids: TokenIds
     logprobs: Logprobs
-    weight_version: int
+    weight_version: int | None
     finish_reason: FinishReason | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
 
 
 def as_ids(values: Sequence[int] | npt.NDArray[Any]) -> TokenIds:

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from support.tiny_lm import make_model, save_model
 from support.toy_renderer import ToyRenderer
+from support.vllm_server import vllm_config
 from turnwise.errors import RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
@@ -20,6 +21,7 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.core import LLMClient
 from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.inference.vllm import VLLMReplica
 from turnwise.types import SamplingParams, TokenPrompt, as_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,6 +32,21 @@ CONTEXT = 128
 async def served(home: Path) -> AsyncIterator[LLMClient]:
     directory = save_model(make_model("qwen2"), home / "model")
     replica = BuiltinReplica(directory, InferenceConfig(max_context=CONTEXT), log_file=home / "server.log")
+    await replica.launch()
+    client = HTTPClient([replica.url])
+    try:
+        yield client
+    finally:
+        await client.close()
+        await replica.close()
+
+
+@asynccontextmanager
+async def served_by_vllm(home: Path) -> AsyncIterator[LLMClient]:
+    # Its kernels for CPUs know few sizes of heads.
+    directory = save_model(make_model("qwen3", head_dim=32), home / "model")
+    config = vllm_config(max_context=CONTEXT, arguments=["--skip-tokenizer-init"])
+    replica = VLLMReplica(directory, config, log_file=home / "server.log")
     await replica.launch()
     client = HTTPClient([replica.url])
     try:
@@ -63,10 +80,16 @@ FACTORIES: dict[str, Callable[[Path], AbstractAsyncContextManager[LLMClient]]] =
     "builtin": served,
     "scripted": scripted,
     "ledger": ledgered,
+    "vllm": served_by_vllm,
 }
+REAL = {"vllm": [pytest.mark.real, pytest.mark.timeout(1200)]}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=sorted(FACTORIES))
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[pytest.param(name, marks=REAL.get(name, ())) for name in sorted(FACTORIES)],
+)
 async def client(request, tmp_path_factory):
     async with FACTORIES[request.param](tmp_path_factory.mktemp(request.param)) as made:
         yield made

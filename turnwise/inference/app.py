@@ -1,7 +1,7 @@
 """The routes of the built-in server, as an ASGI application over an engine.
 
 Owns: :class:`App` and :class:`Outbox`, the way back from the engine's thread. Refuses: what an engine does
-(``engine.py``), what bodies look like (``wire.py``), and the process (``server.py``).
+(``engine.py``), what bodies look like (``generate_request.py``, ``wire.py``), and the process (``server.py``).
 
 Routes: ``POST /inference/v1/generate`` (``stream``: server-sent events), ``GET /health``, ``/v1/models``, ``/stats``,
 ``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``, ``/abort_requests``,
@@ -23,9 +23,10 @@ import orjson
 from turnwise.errors import FormatError
 from turnwise.inference import wire
 from turnwise.inference.engine import Engine
+from turnwise.inference.generate_request import GenerateRequest, decode_request
 from turnwise.inference.generation import Generation, Output
 from turnwise.inference.weights import read_weights
-from turnwise.inference.wire import BadRequest, GenerateRequest
+from turnwise.inference.wire import BadRequest
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -115,7 +116,7 @@ class App:
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = self._engine
         try:
-            request = wire.decode_request(
+            request = decode_request(
                 await _read(receive),
                 vocabulary=engine.model.vocabulary,
                 max_context=engine.max_context,

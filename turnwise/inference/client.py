@@ -21,6 +21,7 @@ import orjson
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.core import LLMClient, ModelInfo
+from turnwise.inference.generate_request import encode_request
 from turnwise.types import (
     Completion,
     FinishReason,
@@ -80,6 +81,7 @@ class _Progress:
     logprobs: list[Logprobs] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
+    named: int = 0
     empty_aborts: int = 0
 
     def body(self, *, stream: bool, model: str | None) -> bytes:
@@ -87,17 +89,29 @@ class _Progress:
         if self.sampled and params.max_tokens is not None:
             params = replace(params, max_tokens=params.max_tokens - self.sampled)
         ids = np.concatenate([self.prompt, *self.ids]) if self.sampled else self.prompt
-        return wire.encode_request(ids, params, stream=stream, continued=self.sampled, model=model)
+        return encode_request(ids, params, stream=stream, continued=self.sampled, model=model)
 
-    def add(self, ids: TokenIds, logprobs: Logprobs, spans: Sequence[VersionSpan]) -> None:
-        """Append one part; ``spans`` count from its own beginning."""
-        for version, start, end in spans:
-            goes_on = bool(self.spans) and self.spans[-1][0] == version
-            first = self.spans.pop()[1] if goes_on else start + self.sampled
-            self.spans.append((version, first, end + self.sampled))
+    def add(self, ids: TokenIds, logprobs: Logprobs) -> None:
+        """Append ids of the part that is being received."""
         self.ids.append(ids)
         self.logprobs.append(logprobs)
         self.sampled += len(ids)
+
+    def end_part(self, spans: Sequence[VersionSpan] | None, url: str) -> None:
+        """Say which versions sampled the part that ends here; they count from its own beginning.
+
+        A server that names none serves weights that never change: version 0.
+        """
+        begin = self.named
+        if spans is None:
+            spans = ((0, 0, self.sampled - begin),) if self.sampled > begin else ()
+        if not wire.covers(spans, self.sampled - begin):
+            raise InferenceError(f"{url} answered {self.sampled - begin} ids with weight versions for {spans}")
+        for version, start, end in spans:
+            goes_on = bool(self.spans) and self.spans[-1][0] == version
+            first = self.spans.pop()[1] if goes_on else start + begin
+            self.spans.append((version, first, end + begin))
+        self.named = self.sampled
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         return Completion(
@@ -112,8 +126,9 @@ class HTTPClient(LLMClient):
     """Sends requests to one or several servers over one pool of connections.
 
     Requests are idempotent: one whose connection breaks is sent again, a bounded number of times. A completion that a
-    server interrupted (``finish_reason: abort``, around a weight update) is continued from the ids that are there; with
-    a seed the result is the same as without the interruption, as long as the weights are.
+    server interrupted (``finish_reason: abort``, around a weight update) is continued from the ids that are there. From
+    the built-in server, with a seed, the result is then the same as without the interruption, as long as the weights
+    are; vLLM draws other numbers for each part.
     """
 
     def __init__(
@@ -163,11 +178,11 @@ class HTTPClient(LLMClient):
         while True:
             raw, url = await self._post(progress, session_id)
             choice = wire.decode_response(_parse(raw, url), url)
-            progress.add(choice.token_ids, choice.logprobs, _spans(choice, url))
-            if choice.finish_reason is not None and choice.finish_reason != "abort":
-                return progress.completion(choice.finish_reason)
-            if progress.sampled and progress.sampled == params.max_tokens:
-                return progress.completion("length")
+            progress.add(choice.token_ids, choice.logprobs)
+            progress.end_part(choice.spans, url)
+            ended = _ended(progress, choice.finish_reason)
+            if ended is not None:
+                return progress.completion(ended)
             await _wait_after_abort(progress, url, len(choice.token_ids))
 
     async def stream(
@@ -177,32 +192,38 @@ class HTTPClient(LLMClient):
         progress = _start(prompt, params)
         failures = 0
         while True:
-            before = progress.sampled
             url = ""
-            finish: FinishReason | None = None
+            choice: wire.Choice | None = None
+            spans: tuple[VersionSpan, ...] | None = None
+            before = progress.sampled
             try:
                 async with self._open_stream(progress, session_id) as (url, events):
                     async for choice in events:
-                        finish = choice.finish_reason
-                        delta = _delta(progress, choice, before)
-                        if finish == "abort":
-                            finish_now: FinishReason | None = (
-                                "length" if progress.sampled == params.max_tokens else None
-                            )
-                            if len(delta.token_ids) or finish_now:
-                                yield replace(delta, finish_reason=finish_now)
-                            if finish_now:
-                                return
+                        progress.add(choice.token_ids, choice.logprobs)
+                        spans = choice.spans or spans
+                        if choice.finish_reason is not None:
                             break
-                        yield delta
-                        if finish is not None:
-                            return
+                        yield TokenDelta(choice.token_ids, choice.logprobs, _latest(choice.spans))
             except aiohttp.ClientError as error:
                 failures += 1
+                if progress.sampled > before and spans is None:
+                    raise InferenceError(
+                        f"{url} broke off a stream before it said which weights sampled it: {error!r}"
+                    ) from error
+                progress.end_part(spans, url)
                 await self._after_failure(url, error, failures)
                 continue
-            if finish is None:
+            if choice is None or choice.finish_reason is None:
                 raise InferenceError(f"{url} ended a stream without a finish reason")
+            progress.end_part(spans, url)
+            ended = _ended(progress, choice.finish_reason)
+            if ended is not None or len(choice.token_ids):
+                whole = tuple(progress.spans)
+                yield TokenDelta(
+                    choice.token_ids, choice.logprobs, _latest(whole), ended, () if ended is None else whole
+                )
+            if ended is not None:
+                return
             await _wait_after_abort(progress, url, progress.sampled - before)
 
     async def model_info(self) -> ModelInfo:
@@ -304,15 +325,6 @@ class HTTPClient(LLMClient):
                 await self._after_failure(url + path, error, failures)
 
 
-def _spans(choice: wire.Choice, url: str) -> tuple[VersionSpan, ...]:
-    tokens = len(choice.token_ids)
-    if choice.spans is None:
-        return ((0, 0, tokens),) if tokens else ()
-    if not wire.covers(choice.spans, tokens):
-        raise InferenceError(f"{url} answered {tokens} ids with weight versions for {choice.spans}")
-    return choice.spans
-
-
 def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
     if prompt.media:
         raise RequestRefused(
@@ -365,15 +377,12 @@ async def _events(answer: aiohttp.ClientResponse, url: str) -> AsyncIterator[wir
             yield choice
 
 
-def _delta(progress: _Progress, choice: wire.Choice, before: int) -> TokenDelta:
-    """Add a piece of a stream; its version is that of its last id (spans, where sent, cover this part so far)."""
-    start = progress.sampled - before
-    stop = start + len(choice.token_ids)
-    if choice.spans:
-        mine = [(version, max(0, first - start), last - start) for version, first, last in choice.spans if last > start]
-    else:
-        known = progress.spans[-1][0] if progress.spans else 0
-        mine = [(known, 0, stop - start)] if stop > start else []
-    progress.add(choice.token_ids, choice.logprobs, mine)
-    version = progress.spans[-1][0] if progress.spans else 0
-    return TokenDelta(choice.token_ids, choice.logprobs, version, choice.finish_reason)
+def _ended(progress: _Progress, finish_reason: FinishReason | None) -> FinishReason | None:
+    """Return how a completion ended, or None where it goes on: it was interrupted, and has room left."""
+    if finish_reason is not None and finish_reason != "abort":
+        return finish_reason
+    return "length" if progress.sampled and progress.sampled == progress.params.max_tokens else None
+
+
+def _latest(spans: Sequence[VersionSpan] | None) -> int | None:
+    return spans[-1][0] if spans else None

@@ -144,20 +144,11 @@ def _shared_prefix(before: TokenIds, prompt: TokenIds) -> int:
 
 def join_deltas(pieces: list[TokenDelta]) -> Completion:
     """Return the completion that these pieces are."""
-    spans: list[VersionSpan] = []
-    start = 0
-    for piece in pieces:
-        end = start + len(piece.token_ids)
-        if spans and spans[-1][0] == piece.weight_version:
-            spans[-1] = (piece.weight_version, spans[-1][1], end)
-        elif end > start:
-            spans.append((piece.weight_version, start, end))
-        start = end
     return Completion(
         np.concatenate([piece.token_ids for piece in pieces]).astype(np.int32),
         np.concatenate([piece.logprobs for piece in pieces]).astype(np.float32),
         pieces[-1].finish_reason or "error",
-        tuple(spans),
+        pieces[-1].weight_versions,
     )
 
 

@@ -118,8 +118,9 @@ class ScriptedClient(LLMClient):
         versions = [version for version, start, end in completion.weight_versions for _ in range(start, end)]
         for position in range(last + 1):
             piece = slice(position, position + 1)
-            reason = completion.finish_reason if position == last else None
-            yield TokenDelta(completion.token_ids[piece], completion.logprobs[piece], versions[position], reason)
+            ids, logprobs = completion.token_ids[piece], completion.logprobs[piece]
+            ending = (completion.finish_reason, completion.weight_versions) if position == last else (None, ())
+            yield TokenDelta(ids, logprobs, versions[position], *ending)
 
     async def model_info(self) -> ModelInfo:
         """Return a model of the configured context length."""

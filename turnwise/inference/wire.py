@@ -1,15 +1,11 @@
-"""The bodies that cross between a client and a server: vLLM's ``/inference/v1/generate`` and our weight manifest.
+"""What servers answer: the responses of vLLM's ``/inference/v1/generate``, errors, and our weight manifest.
 
-Owns: both directions of both, and the wording of what is wrong with a body. Refuses: transport (``client.py``,
-``server.py``).
-
-One field is ours: ``continued`` says how many last ids of ``token_ids`` are a completion that goes on, so that a stop
-string may begin in them. Other servers ignore it.
+Owns: both directions of them, and :class:`BadRequest`, the wording of what is wrong with a body. Refuses: the generate
+request (``generate_request.py``) and transport (``client.py``, ``app.py``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,29 +16,12 @@ import orjson
 
 from turnwise.errors import FormatError, InferenceError
 from turnwise.inference.core import TensorEntry, WeightManifest
-from turnwise.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
+from turnwise.types import FinishReason, Logprobs, TokenIds, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 SESSION_HEADER = "X-Session-ID"
 
-# Parameters of vLLM that change nothing at these values (None: at any value), and that we do not have otherwise.
-_NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_tokens": 0,
-    "detokenize": None,
-    "skip_special_tokens": None,
-    "spaces_between_special_tokens": None,
-    "include_stop_str_in_output": None,
-    "output_kind": None,
-    "flat_logprobs": None,
-    "stream_interval": None,
-}
-_OURS = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos", "logprobs"}
-)
+_NO_LOGPROB = -9999.0
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -56,202 +35,6 @@ class BadRequest(FormatError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """A generate body, checked.
-
-    Attributes:
-        request_id: The client's name for it, or None.
-        token_ids: int32 of shape [tokens].
-        params: How to sample.
-        logprobs: Whether log-probabilities are wanted.
-        stream: Whether the answer is a stream of events.
-        continued: See the module.
-    """
-
-    request_id: str | None
-    token_ids: TokenIds
-    params: SamplingParams
-    logprobs: bool
-    stream: bool
-    continued: int
-
-
-def encode_request(
-    token_ids: TokenIds,
-    params: SamplingParams,
-    *,
-    stream: bool = False,
-    continued: int = 0,
-    model: str | None = None,
-) -> bytes:
-    """Return the body of a request. Values that are the server's default are left out."""
-    sampling: dict[str, Any] = {"temperature": params.temperature, "logprobs": 0}
-    if params.max_tokens is not None:
-        sampling["max_tokens"] = params.max_tokens
-    if params.top_p != 1.0:
-        sampling["top_p"] = params.top_p
-    if params.top_k:
-        sampling["top_k"] = params.top_k
-    if params.min_p:
-        sampling["min_p"] = params.min_p
-    if params.seed is not None:
-        sampling["seed"] = params.seed
-    if params.stop:
-        sampling["stop"] = params.stop
-        sampling["skip_special_tokens"] = False
-    else:
-        sampling["detokenize"] = False
-    if params.ignore_eos:
-        # Servers go on honouring explicit stop ids; here the caller asked to sample past all of them.
-        sampling["ignore_eos"] = True
-    elif params.stop_token_ids:
-        sampling["stop_token_ids"] = params.stop_token_ids
-    body: dict[str, Any] = {"token_ids": np.ascontiguousarray(token_ids), "sampling_params": sampling}
-    if stream:
-        body["stream"] = True
-    if continued:
-        body["continued"] = continued
-    if model is not None:
-        body["model"] = model
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_strings: bool) -> GenerateRequest:
-    """Check a generate body.
-
-    Args:
-        raw: The body.
-        vocabulary: Ids must be below this.
-        max_context: Most tokens of prompt and completion together.
-        stop_strings: Whether the server has a tokenizer to find them with.
-
-    Raises:
-        BadRequest: With the field, the value and the remedy.
-    """
-    body = decode_json(raw)
-    ids = body.get("token_ids")
-    if not isinstance(ids, list) or not ids:
-        raise BadRequest("token_ids", f"token_ids must be a list of at least one id, not {_short(ids)}")
-    try:
-        token_ids = np.array(ids, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError):
-        token_ids = np.zeros(0, dtype=np.int64)
-    if token_ids.shape != (len(ids),) or not all(type(value) is int for value in ids):
-        bad = next((value for value in ids if type(value) is not int or not -(2**63) <= value < 2**63), ids)
-        raise BadRequest("token_ids", f"token_ids must hold integers, not {_short(bad)}")
-    if token_ids.min() < 0 or token_ids.max() >= vocabulary:
-        place = int(np.flatnonzero((token_ids < 0) | (token_ids >= vocabulary))[0])
-        raise BadRequest(
-            "token_ids",
-            f"token_ids[{place}] is {token_ids[place]}, but this model's ids are 0 to {vocabulary - 1}: "
-            "encode with its own tokenizer",
-        )
-    if len(token_ids) >= max_context:
-        raise BadRequest(
-            "token_ids",
-            f"token_ids has {len(token_ids)} ids, but the context length is {max_context} and one more is to be "
-            "sampled: shorten the prompt",
-        )
-    for field in ("features", "content_parts"):
-        if body.get(field):
-            raise BadRequest(field, f"{field} is given, but this server takes token ids only")
-    continued = body.get("continued") or 0
-    if type(continued) is not int or not 0 <= continued <= len(token_ids):
-        raise BadRequest("continued", f"continued must be 0 to {len(token_ids)}, not {_short(continued)}")
-    sampling = body.get("sampling_params")
-    if not isinstance(sampling, dict):
-        raise BadRequest("sampling_params", f"sampling_params must be an object, not {_short(sampling)}")
-    name = body.get("request_id")
-    return GenerateRequest(
-        request_id=name if isinstance(name, str) and name else None,
-        token_ids=token_ids.astype(np.int32),
-        params=_decode_sampling(sampling, stop_strings),
-        logprobs=sampling.get("logprobs") is not None,
-        stream=bool(body.get("stream")),
-        continued=continued,
-    )
-
-
-def _decode_sampling(given: Mapping[str, Any], stop_strings: bool) -> SamplingParams:
-    for key in given.keys() - _OURS:
-        value = given[key]
-        if value is None or (key in _NEUTRAL and (_NEUTRAL[key] is None or value == _NEUTRAL[key])):
-            continue
-        raise BadRequest(
-            f"sampling_params.{key}",
-            f"sampling_params.{key}={_short(value)} is not supported by this server: leave it out",
-        )
-    if given.get("logprobs") not in (None, 0):
-        raise BadRequest(
-            "sampling_params.logprobs",
-            f"sampling_params.logprobs is {_short(given['logprobs'])}, but only the sampled id's is reported: send 0",
-        )
-    stop = given.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-        raise BadRequest(
-            "sampling_params.stop", f"sampling_params.stop must be texts that are not empty, not {_short(stop)}"
-        )
-    if stop and not stop_strings:
-        raise BadRequest(
-            "sampling_params.stop",
-            f"sampling_params.stop is {_short(stop)}, but the served model has no tokenizer.json to find texts with: "
-            "send stop_token_ids",
-        )
-    stop_ids = given.get("stop_token_ids") or ()
-    if not isinstance(stop_ids, list) and stop_ids != ():
-        stop_ids = [stop_ids]
-    if not all(type(token) is int and 0 <= token < 2**31 for token in stop_ids):
-        raise BadRequest("sampling_params.stop_token_ids", f"stop_token_ids must be ids, not {_short(stop_ids)}")
-    seed = given.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise BadRequest("sampling_params.seed", f"sampling_params.seed must be an integer, not {_short(seed)}")
-    max_tokens = None if given.get("max_tokens") is None else _integer(given, "max_tokens", 1, at_least=1)
-    return SamplingParams(
-        temperature=_number(given, "temperature", 1.0, 0.0, math.inf),
-        top_p=_number(given, "top_p", 1.0, 0.0, 1.0, above=True),
-        top_k=max(0, _integer(given, "top_k", 0, at_least=-1)),
-        min_p=_number(given, "min_p", 0.0, 0.0, 1.0),
-        max_tokens=max_tokens,
-        stop=tuple(stop),
-        stop_token_ids=tuple(stop_ids),
-        seed=seed,
-        ignore_eos=bool(given.get("ignore_eos")),
-    )
-
-
-def _number(
-    given: Mapping[str, Any], key: str, default: float, low: float, high: float, *, above: bool = False
-) -> float:
-    value = given.get(key, default)
-    value = default if value is None else value
-    if (
-        type(value) not in (int, float)
-        or not math.isfinite(value)
-        or not low <= value <= high
-        or (above and value == low)
-    ):
-        start = "more than" if above else "at least"
-        upper = "" if math.isinf(high) else f" and at most {high:g}"
-        raise BadRequest(
-            f"sampling_params.{key}",
-            f"sampling_params.{key} must be a number of {start} {low:g}{upper}, not {_short(value)}",
-        )
-    return float(value)
-
-
-def _integer(given: Mapping[str, Any], key: str, default: int, *, at_least: int) -> int:
-    value = given.get(key, default)
-    value = default if value is None else value
-    if type(value) is not int or not at_least <= value < 2**62:
-        raise BadRequest(
-            f"sampling_params.{key}",
-            f"sampling_params.{key} must be an integer of at least {at_least}, not {_short(value)}",
-        )
-    return value
 
 
 def encode_choice(
@@ -329,10 +112,11 @@ def _decode_choice(body: Any, url: str) -> Choice:
         logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)
         spans = decode_spans(choice.get("weight_versions"))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InferenceError(f"{url} answered no generate response ({error!r}): {_short(body)}") from error
+        raise InferenceError(f"{url} answered no generate response ({error!r}): {short(body)}") from error
     if len(logprobs) != len(token_ids) or token_ids.ndim != 1:
         raise InferenceError(f"{url} answered {len(token_ids)} ids with {len(logprobs)} log-probabilities")
-    if not np.isfinite(logprobs).all():
+    # vLLM writes what is not finite as the number that OpenAI's API has for it.
+    if not np.isfinite(logprobs).all() or (logprobs <= _NO_LOGPROB).any():
         raise InferenceError(f"{url} answered log-probabilities that are not finite: the model has diverged")
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")
@@ -376,12 +160,12 @@ def decode_manifest(raw: bytes) -> WeightManifest:
     """
     info = decode_json(raw).get("update_info")
     if not isinstance(info, dict):
-        raise BadRequest("update_info", f"update_info must be a weight manifest, not {_short(info)}")
+        raise BadRequest("update_info", f"update_info must be a weight manifest, not {short(info)}")
     version, path, tensors = info.get("version"), info.get("path"), info.get("tensors")
     if type(version) is not int or version < 0:
-        raise BadRequest("update_info.version", f"version must be an integer of at least 0, not {_short(version)}")
+        raise BadRequest("update_info.version", f"version must be an integer of at least 0, not {short(version)}")
     if not isinstance(path, str) or not path:
-        raise BadRequest("update_info.path", f"path must name a safetensors file, not {_short(path)}")
+        raise BadRequest("update_info.path", f"path must name a safetensors file, not {short(path)}")
     if not isinstance(tensors, list) or not tensors:
         raise BadRequest("update_info.tensors", "tensors must list what the file holds; it is empty")
     try:
@@ -424,10 +208,11 @@ def decode_json(raw: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise BadRequest("body", f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest("body", f"the body must be an object, not {_short(body)}")
+        raise BadRequest("body", f"the body must be an object, not {short(body)}")
     return body
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a value for a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

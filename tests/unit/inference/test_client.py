@@ -15,6 +15,7 @@ from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.client import Balancer, HTTPClient
 from turnwise.inference.core import ModelInfo
+from turnwise.seeding import stable_hash
 from turnwise.types import Media, SamplingParams, TokenPrompt, as_ids
 
 PROMPT = TokenPrompt(as_ids([1, 2, 3]))
@@ -147,7 +148,11 @@ async def test_partial_answers_are_continued_and_merged(make):
     assert done.finish_reason == "stop"
     assert [body["token_ids"] for body in fake.bodies] == [[1, 2, 3], *[[1, 2, 3, 5, 6]] * 2, [1, 2, 3, 5, 6, 7]]
     assert [body["sampling_params"]["max_tokens"] for body in fake.bodies] == [10, 8, 8, 7]
-    assert {body["sampling_params"]["seed"] for body in fake.bodies} == {4}
+    # A server whose numbers are keyed by position takes the first; another gets new ones for each part.
+    assert [body.get("seed") for body in fake.bodies] == [None, 4, 4, 4]
+    first, *others = [body["sampling_params"]["seed"] for body in fake.bodies]
+    assert first == 4
+    assert others == [stable_hash(4, 2), stable_hash(4, 2), stable_hash(4, 3)]
     assert [body.get("continued") for body in fake.bodies] == [None, 2, 2, 3]
 
 
@@ -310,7 +315,9 @@ async def test_a_stream_of_vllm(make):
         deltas = await collect(make(fake))
     assert [delta.token_ids.tolist() for delta in deltas] == [[5, 6], [7]]
     assert [delta.finish_reason for delta in deltas] == [None, "stop"]
-    assert [delta.weight_version for delta in deltas] == [0, 0]
+    # It says at the end which weights sampled what.
+    assert [delta.weight_version for delta in deltas] == [None, 0]
+    assert [delta.weight_versions for delta in deltas] == [(), ((0, 0, 3),)]
     assert fake.bodies[0]["stream"] is True
 
 
@@ -329,6 +336,7 @@ async def test_a_stream_goes_on_after_aborts_and_breaks(make):
     assert [token for delta in deltas for token in delta.token_ids.tolist()] == [5, 6, 7, 8]
     assert [delta.weight_version for delta in deltas] == [1, 1, 2, 2]
     assert [delta.finish_reason for delta in deltas] == [None, None, None, "stop"]
+    assert [delta.weight_versions for delta in deltas] == [(), (), (), ((1, 0, 2), (2, 2, 4))]
     assert [body["token_ids"][3:] for body in fake.bodies] == [[], [5, 6], [5, 6, 7], [5, 6, 7]]
     assert [body["sampling_params"]["max_tokens"] for body in fake.bodies] == [10, 8, 7, 7]
 
@@ -340,6 +348,8 @@ async def test_a_stream_goes_on_after_aborts_and_breaks(make):
         (events(b"{"), "not JSON"),
         (events(piece([5]), b"[DONE]"), "without a finish reason"),
         (events(piece([5], logprobs=None)), "1 ids with 0"),
+        (events(piece([5]), broken=True), "broke off a stream before it said which weights sampled it"),
+        (events(piece([5], "stop", weight_versions=[{"version": "1", "start": 0, "end": 2}])), "1 ids with weight"),
         (reply(b'{"error": {"message": "no"}}', 400), "answered 400: no"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import InferenceError
-from turnwise.inference import wire
+from turnwise.inference import generate_request, wire
 from turnwise.types import SamplingParams
 
 LIMITS = {"vocabulary": 100, "max_context": 50, "stop_strings": True}
@@ -41,8 +41,8 @@ def body(**changes) -> bytes:
     stream=st.booleans(),
 )
 def test_requests_cross_unchanged(ids, params, stream):
-    raw = wire.encode_request(np.array(ids, dtype=np.int32), params, stream=stream, continued=len(ids) // 2)
-    request = wire.decode_request(raw, **LIMITS)
+    raw = generate_request.encode_request(np.array(ids, dtype=np.int32), params, stream=stream, continued=len(ids) // 2)
+    request = generate_request.decode_request(raw, **LIMITS)
     assert request.token_ids.tolist() == ids
     assert request.token_ids.dtype == np.int32
     assert (request.stream, request.logprobs, request.continued) == (stream, True, len(ids) // 2)
@@ -92,13 +92,13 @@ def test_requests_cross_unchanged(ids, params, stream):
 )
 def test_bad_requests_name_field_value_and_remedy(raw, field, message):
     with pytest.raises(wire.BadRequest, match=message) as caught:
-        wire.decode_request(raw, **LIMITS)
+        generate_request.decode_request(raw, **LIMITS)
     assert caught.value.field == field
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():
     with pytest.raises(wire.BadRequest, match=r"no tokenizer.json .* send stop_token_ids"):
-        wire.decode_request(body(s_stop=["x"]), **{**LIMITS, "stop_strings": False})
+        generate_request.decode_request(body(s_stop=["x"]), **{**LIMITS, "stop_strings": False})
 
 
 def test_neutral_parameters_of_other_clients_are_fine():
@@ -111,7 +111,7 @@ def test_neutral_parameters_of_other_clients_are_fine():
         s_top_k=-1,
         s_seed=None,
     )
-    request = wire.decode_request(raw, **LIMITS)
+    request = generate_request.decode_request(raw, **LIMITS)
     assert request.params == SamplingParams()
     assert not request.logprobs
 
@@ -149,6 +149,7 @@ def test_responses_of_vllm_are_read():
         (choice(logprobs=None), "2 ids with 0 log-probabilities"),
         (choice(logprobs={"content": [{"logprob": None}, {"logprob": -1}]}), "not finite|no generate response"),
         (choice(logprobs={"content": [{"logprob": float("nan")}, {"logprob": -1}]}), "not finite"),
+        (choice(logprobs={"content": [{"logprob": -9999.0}, {"logprob": -1}]}), "not finite"),
         (choice(finish_reason="error"), "finish_reason 'error'"),
         (choice(finish_reason=None), "without a finish reason"),
         (choice(weight_versions=[{"version": "x7", "start": 0, "end": 2}]), "no generate response"),

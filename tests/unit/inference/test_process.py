@@ -1,0 +1,121 @@
+"""A server's process: what it reports, how it ends, and that nothing that it started outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.lookup_run import environment, gone, wait_until
+from turnwise.errors import InferenceError
+from turnwise.inference.process import ServerProcess
+
+# A server that starts a process of its own, reports that one's id, and serves until it is told to end.
+SERVER = """
+import json, os, signal, subprocess, sys
+report, lifeline, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+if how == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if how == "broken":
+    sys.exit("no such model")
+if how != "silent":
+    os.write(report, json.dumps({"child": child.pid, "port": 7}).encode() + b"\\n")
+os.close(report)
+os.read(lifeline, 1)
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+def server(tmp_path: Path, **limits: float) -> ServerProcess:
+    limits = {"launch_timeout": 60.0, "close_timeout": 10.0, **limits}
+    return ServerProcess("a model", log_file=tmp_path / "logs" / "server.log", **limits)
+
+
+async def start(process: ServerProcess, how: str = "") -> psutil.Process:
+    """Start it; return the process that it started."""
+    reported = await process.start(
+        lambda report, lifeline: [sys.executable, "-c", SERVER, str(report), str(lifeline), how], os.environ
+    )
+    assert reported["port"] == 7
+    return psutil.Process(reported["child"])
+
+
+@pytest.mark.parametrize(("how", "patience"), [("", 10.0), ("stubborn", 0.2)])
+async def test_an_end_takes_along_what_was_started(tmp_path: Path, how: str, patience: float) -> None:
+    process = server(tmp_path, close_timeout=patience)
+    child = await start(process, how)
+    assert process.running
+    await process.end()
+    assert not process.running
+    assert process.pid is None
+    assert not process.died.is_set()
+    wait_until(lambda: gone([child]), "the end of the child")
+    await process.end()
+
+
+async def test_a_death_is_told_and_takes_along_what_was_started(tmp_path: Path) -> None:
+    process = server(tmp_path)
+    child = await start(process)
+    os.kill(process.pid, signal.SIGKILL)
+    death = await asyncio.wait_for(process.wait_died(), 30)
+    assert "the server of a model" in str(death)
+    assert "died: signal 9; the end of" in str(death)
+    assert "(empty)" in str(death)
+    assert process.cpu_if_ended() > 0
+    wait_until(lambda: gone([child]), "the end of the child")
+    await process.end()
+    # It may be started again, and has not died then.
+    await start(process)
+    assert not process.died.is_set()
+    await process.end()
+    assert process.spent_cpu > 0
+
+
+async def test_starts_that_fail_show_the_log(tmp_path: Path) -> None:
+    process = server(tmp_path)
+    with pytest.raises(InferenceError, match=r"(?s)of a model did not start: exit code 1; .*no such model"):
+        await start(process, "broken")
+    hasty = server(tmp_path, launch_timeout=0.5, close_timeout=5)
+    with pytest.raises(InferenceError, match=r"did not answer within 0.5 s .*: signal 15;"):
+        await hasty.start(lambda report, lifeline: [sys.executable, "-c", "import time; time.sleep(100)"], os.environ)
+    assert (process.pid, hasty.pid) == (None, None)
+    with pytest.raises(FileNotFoundError):
+        await process.start(lambda report, lifeline: [str(tmp_path / "nothing")], os.environ)
+    await start(process)
+    with pytest.raises(InferenceError, match="runs already as process"):
+        await start(process)
+    await process.end()
+
+
+PARENT = """
+import asyncio, json, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_process import server, start
+
+async def main():
+    process = server(Path(sys.argv[2]))
+    child = await start(process)
+    print(json.dumps([process.pid, child.pid]), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_kill_9_of_the_parent_ends_all(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as parent:
+        try:
+            started = [psutil.Process(pid) for pid in json.loads(parent.stdout.readline())]
+        finally:
+            parent.kill()
+    wait_until(lambda: gone(started), "the end of both")

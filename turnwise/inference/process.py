@@ -1,0 +1,220 @@
+"""A server's process: started, watched, ended, and with it everything that it started.
+
+Owns: :class:`ServerProcess`: the pipe by which a server says that it serves, the pipe whose end says that its parent is
+gone, its log file, and the notice of its death. Refuses: what is served, and to start anything again by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from turnwise.errors import EngineDied, InferenceError
+
+_LOG_END = 2000
+Command = Callable[[int, int], Sequence[str]]
+"""(report descriptor, lifeline descriptor) -> the command line of a server that uses them."""
+
+
+class _Child:
+    """One process in a session of its own. A thread waits for its end, so that exit status and CPU time are exact."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], lifeline: int) -> None:
+        self.pid = popen.pid
+        self.lifeline = lifeline
+        self.ended = asyncio.Event()
+        self.expected = False
+        self.status = 0
+        self.cpu_seconds = 0.0
+        self._popen = popen
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._wait, name=f"wait-{self.pid}", daemon=True).start()
+
+    def _wait(self) -> None:
+        # Until it is waited for, its id names its process group and no other: what it started ends with it.
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(self.pid, 0)
+        # Popen did not see the end and must not wait for it either.
+        self._popen.returncode = self.status = os.waitstatus_to_exitcode(status)
+        self.cpu_seconds = usage.ru_utime + usage.ru_stime
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.ended.set)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if not self.ended.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class ServerProcess:
+    """The process of a server, over its whole life: it may be started again after it ended.
+
+    The process ends with its parent, however that ends: it holds the other end of a pipe.
+
+    Attributes:
+        died: Set when the process ended although nobody stopped it; cleared by :meth:`start`.
+        spent_cpu: CPU seconds of the processes that were ended, those that they waited for included.
+    """
+
+    def __init__(self, what: str, *, log_file: Path, launch_timeout: float, close_timeout: float) -> None:
+        """Describe a process; :meth:`start` starts it.
+
+        Args:
+            what: What is served, for messages.
+            log_file: Where the process writes its log; its directory is made.
+            launch_timeout: Seconds until a server that does not report counts as failed.
+            close_timeout: Seconds that it gets to end before it is killed.
+        """
+        self.died = asyncio.Event()
+        self.spent_cpu = 0.0
+        self._what = what
+        self._log_file = log_file
+        self._launch_timeout = launch_timeout
+        self._close_timeout = close_timeout
+        self._child: _Child | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._death = EngineDied("the server has not died")
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, from :meth:`start` to :meth:`end`."""
+        return self._child.pid if self._child is not None else None
+
+    @property
+    def running(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._child is not None and not self._child.ended.is_set()
+
+    async def start(self, command: Command, environment: Mapping[str, str]) -> dict[str, Any]:
+        """Start the process and wait until it reports that it serves.
+
+        Args:
+            command: Returns its command line.
+            environment: All of its environment.
+
+        Returns:
+            The JSON object that it reported.
+
+        Raises:
+            InferenceError: It runs already, ended, or did not report in time; the message holds the end of its log.
+        """
+        if self._child is not None:
+            raise InferenceError(f"the server of {self._what} runs already as process {self._child.pid}")
+        self.died.clear()
+        self._child, report = child, _ = self._spawn(command, environment)
+        try:
+            line = await asyncio.wait_for(_read_line(report, child), self._launch_timeout)
+        except TimeoutError:
+            await self._stop(child)
+            limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
+            raise InferenceError(f"the server of {self._what} did not answer {limit}: {self._story(child)}") from None
+        except BaseException:
+            await self._stop(child)
+            raise
+        if line is None:
+            await self._stop(child)
+            raise InferenceError(f"the server of {self._what} did not start: {self._story(child)}")
+        self._watch = asyncio.create_task(self._notice_death(child))
+        reported: dict[str, Any] = orjson.loads(line)
+        return reported
+
+    async def wait_died(self) -> EngineDied:
+        """Wait until the process ends although nobody stopped it; return what can be said of it."""
+        await self.died.wait()
+        return self._death
+
+    def cpu_if_ended(self) -> float | None:
+        """Return the CPU seconds of a process that ended by itself, or None."""
+        return self._child.cpu_seconds if self._child is not None and self._child.ended.is_set() else None
+
+    async def end(self) -> None:
+        """End the process and wait for it. Ending twice is no error."""
+        child, self._child = self._child, None
+        if child is not None:
+            await self._stop(child)
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _spawn(self, command: Command, environment: Mapping[str, str]) -> tuple[_Child, int]:
+        report_read, report_write = os.pipe()
+        lifeline_read, lifeline_write = os.pipe()
+        try:
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_file.open("ab") as log:
+                popen = subprocess.Popen(
+                    command(report_write, lifeline_read),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(report_write, lifeline_read),
+                    start_new_session=True,
+                    env=environment,
+                )
+        except BaseException:
+            os.close(report_read)
+            os.close(lifeline_write)
+            raise
+        finally:
+            os.close(report_write)
+            os.close(lifeline_read)
+        return _Child(popen, lifeline_write), report_read
+
+    async def _stop(self, child: _Child) -> None:
+        child.expected = True
+        child.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(child.ended.wait(), self._close_timeout)
+        except TimeoutError:
+            child.signal(signal.SIGKILL)
+            await child.ended.wait()
+        if self._child is child:
+            self._child = None
+        if child.lifeline >= 0:
+            os.close(child.lifeline)
+            child.lifeline = -1
+            self.spent_cpu += child.cpu_seconds
+
+    async def _notice_death(self, child: _Child) -> None:
+        await child.ended.wait()
+        if not child.expected:
+            story = self._story(child)
+            self._death = EngineDied(f"the server of {self._what} (process {child.pid}) died: {story}")
+            self.died.set()
+
+    def _story(self, child: _Child) -> str:
+        """Return how it ended and the end of its log."""
+        how = f"signal {-child.status}" if child.status < 0 else f"exit code {child.status}"
+        try:
+            text = self._log_file.read_bytes()[-_LOG_END:].decode("utf-8", "replace")
+        except OSError as error:
+            text = f"(cannot be read: {error})"
+        return f"{how}; the end of {self._log_file}:\n{text.strip() or '(empty)'}"
+
+
+async def _read_line(descriptor: int, child: _Child) -> bytes | None:
+    """Read one line from a pipe and close it; None when the process ended without one."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+    try:
+        line = await reader.readline()
+        if line.endswith(b"\n"):
+            return line
+        await child.ended.wait()
+        return None
+    finally:
+        transport.close()

@@ -1,0 +1,67 @@
+"""Log-probabilities of vLLM as training needs them: of the logits divided by the temperature, before truncation.
+
+Owns: :class:`RolloutLogprobs`, a worker extension of vLLM. Refuses: engines whose sampler it does not know; guessed
+log-probabilities would train on silently.
+
+vLLM itself reports log-probabilities either of the raw logits (``--logprobs-mode raw_logprobs``: wrong for every
+temperature but 1) or of what is left after min-p, top-k and top-p (``processed_logprobs``: wrong wherever something was
+cut off). The quantity between the two is what a policy gradient is taken of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+# As in vLLM: below this a request is greedy, and its logits are not divided.
+_GREEDY_BELOW = 1e-5
+
+
+class TemperatureSampler(Sampler):  # type: ignore[misc]
+    """Samples as vLLM does, and reports log_softmax(logits / temperature); at temperature 0 log_softmax(logits)."""
+
+    def __init__(self) -> None:
+        """Make a sampler whose top-k and top-p kernels need not compute log-probabilities."""
+        super().__init__("raw_logprobs")
+        # Says that sample() returns them, so that forward() does not report those of the raw logits.
+        self.logprobs_mode = "processed_logprobs"
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *rest: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the ids, and float32 log-probabilities of shape [rows, vocabulary] where any row asks for them."""
+        scaled = None
+        if sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids:
+            temperature = sampling_metadata.temperature
+            if sampling_metadata.all_greedy or temperature is None:
+                scaled = self.compute_logprobs(logits)
+            else:
+                divisor = torch.where(temperature < _GREEDY_BELOW, torch.ones_like(temperature), temperature)
+                scaled = self.compute_logprobs(logits / divisor.unsqueeze(1))
+        # What follows works in place on the logits.
+        ids, _ = super().sample(logits, sampling_metadata, *rest, **more)
+        return ids, scaled
+
+
+class RolloutLogprobs:
+    """Mixed into vLLM's worker by ``--worker-extension-cls``."""
+
+    model_runner: Any
+
+    def report_temperature_logprobs(self) -> str:
+        """Replace the sampler of this worker; return the name of the new one.
+
+        Raises:
+            RuntimeError: The engine samples in a way whose log-probabilities are not known.
+        """
+        runner = self.model_runner
+        sampler = runner.sampler
+        if type(sampler) is not Sampler:
+            raise RuntimeError(f"the sampler is a {type(sampler)}, not {Sampler}: this version of vLLM is not known")
+        if runner.speculative_config is not None:
+            raise RuntimeError("speculative decoding is on: its log-probabilities are not those of the policy")
+        runner.sampler = TemperatureSampler()
+        return type(runner.sampler).__name__
