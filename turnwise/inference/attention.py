@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from turnwise.inference.kv import Geometry, KVPool
+from turnwise.inference.kv_pool import Geometry, KVPool
 
 IMPLEMENTATION = "turnwise"
 _MASK_ELEMENTS = 1 << 23

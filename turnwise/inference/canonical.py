@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,9 @@ def canonical_value(value: Json, depth: int = 0) -> Json:
     if depth >= _MAX_DEPTH:
         raise SessionError(f"tool arguments are nested more than {_MAX_DEPTH} levels deep: write them flatter")
     if isinstance(value, Mapping):
-        return {clean(str(key)): canonical_value(value[key], depth + 1) for key in sorted(value, key=str)}
+        # Cleaned before they are sorted: what is cleaned already must come out in the same order.
+        cleaned = {clean(str(key)): item for key, item in value.items()}
+        return {key: canonical_value(cleaned[key], depth + 1) for key in sorted(cleaned)}
     if isinstance(value, (list, tuple)):
         return [canonical_value(item, depth + 1) for item in value]
     raise SessionError(f"tool arguments hold a {type(value).__name__}, which JSON cannot express: {value!r}")
@@ -207,6 +209,12 @@ class Canonicalizer:
         elif canonical.answers is not None and canonical.answers[0] == self._turn:
             self._answered.add(canonical.answers[1])
 
+    def resume(self, known: Sequence[Canonical]) -> None:
+        """Take note of messages whose canonical forms are known: only what follows the last turn matters."""
+        start = next((index for index in reversed(range(len(known))) if known[index].role == "assistant"), 0)
+        for index in range(start, len(known)):
+            self.skip(index, known[index])
+
     def reduce(self, index: int, message: Message | Mapping[str, Any]) -> Canonical:
         """Return the canonical form of ``messages[index]``.
 
@@ -252,10 +260,23 @@ def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[
 class History:
     """The canonical form of a conversation that grows: what is equal to the last request is not reduced again."""
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_forms", "_messages", "_said", "_switches")
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Mapping[str, Any], Canonical]] = []
+        self._messages: list[Mapping[str, Any]] = []
+        self._forms: list[Canonical] = []
+        # What ``==`` alone may take for something else in the calls of remembered messages.
+        self._switches: list[tuple[int, list[_Switch]]] = []
+        self._said: tuple[Message, Canonical] | None = None
+
+    def said(self, message: Message, form: Canonical) -> None:
+        """Take note of the message that an agent was given last: most agents hand back the very same.
+
+        Args:
+            message: The message, which nobody edits.
+            form: Its canonical form; all its calls have ids.
+        """
+        self._said = (message, form)
 
     def reduce(self, messages: Sequence[Message]) -> list[Canonical]:
         """Return the canonical form of a request's messages.
@@ -265,44 +286,96 @@ class History:
         """
         if not messages:
             raise SessionError("messages is empty: a request needs at least one message")
+        known = self._known(messages)
+        result = self._forms[:known]
         reducer = Canonicalizer()
-        result: list[Canonical] = []
-        known = len(self._seen)
-        for index, message in enumerate(messages):
-            if index < known and _same(self._seen[index][0], message):
-                canonical = self._seen[index][1]
-                reducer.skip(index, canonical)
+        reducer.resume(result)
+        # Agents edit lists and messages in place: what is remembered is a copy.
+        fresh: list[Mapping[str, Any]] = []
+        for index in range(known, len(messages)):
+            message: Mapping[str, Any] = messages[index]
+            if self._said is not None and _same(self._said[0], message):
+                copied, form = self._said
+                reducer.skip(index, form)
             else:
-                # A tool message's form depends on the assistant message before it: from here on all is new.
-                known = min(known, index)
-                canonical = reducer.reduce(index, message)
-            result.append(canonical)
+                form = reducer.reduce(index, message)
+                copied = snapshot(dict(message))
+            fresh.append(copied)
+            result.append(form)
         if result[-1].role == "assistant":
             raise SessionError(
                 f"messages[{len(result) - 1}] is an assistant message: continuing one (prefill) is not supported; "
                 "end the request with a user or tool message"
             )
-        # Agents edit lists and messages in place: what is remembered is a copy.
-        fresh = zip(messages[known:], result[known:], strict=True)
-        self._seen = self._seen[:known] + [(copy.deepcopy(dict(message)), form) for message, form in fresh]
+        self._switches = [entry for entry in self._switches if entry[0] < known]
+        for index, remembered in enumerate(fresh, known):
+            found = list(_switches(remembered.get("tool_calls"), ()))
+            if found:
+                self._switches.append((index, found))
+        self._messages = self._messages[:known] + fresh
+        self._forms = list(result)
         return result
+
+    def _known(self, messages: Sequence[Message]) -> int:
+        """Return how many messages, from the first one on, are those of the last request."""
+        seen = self._messages
+        known = min(len(seen), len(messages))
+        # A list is compared at once, which is the usual case: the last request's messages and some more.
+        if list(messages[:known]) != seen[:known]:
+            known = next((index for index in range(known) if seen[index] != messages[index]), known)
+        for index, switches in self._switches:
+            if index >= known:
+                break
+            if not _same_switches(switches, messages[index]["tool_calls"]):
+                return index
+        return known
 
 
 def _same(seen: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
     """Whether a message is the remembered one. ``==`` alone takes True and 1 for the same argument."""
-    return seen == message and (
-        not message.get("tool_calls") or same_arguments(seen["tool_calls"], message["tool_calls"])
-    )
+    return seen == message and _same_switches(_switches(seen.get("tool_calls"), ()), message.get("tool_calls"))
 
 
-def same_arguments(first: Any, second: Any) -> bool:
-    """Return whether two values that are equal by ``==`` are so without taking a boolean for a number."""
-    if isinstance(first, bool) or isinstance(second, bool):
-        return first is second
-    if isinstance(first, ToolCall) and isinstance(second, ToolCall):
-        return same_arguments(first.arguments, second.arguments)
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return all(same_arguments(value, second[key]) for key, value in first.items())
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return all(map(same_arguments, first, second))
+def snapshot(value: Any) -> Any:
+    """Return a copy that no edit of the original reaches; quick for the values that messages are made of."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    if kind is list:
+        return [snapshot(item) for item in value]
+    if kind is ToolCall:
+        return ToolCall(value.id, value.name, snapshot(value.arguments), value.raw, value.error)
+    return copy.deepcopy(value)
+
+
+_ARGUMENTS: Any = object()
+_Switch = tuple[tuple[Any, ...], bool]
+"""Where a boolean or a number equal to one stands, and which of both it is."""
+
+
+def _switches(value: Any, path: tuple[Any, ...]) -> Iterator[_Switch]:
+    """Yield the switches of a value: what ``==`` takes for each other although they are different arguments."""
+    if isinstance(value, (bool, int, float)):
+        if value == 0 or value == 1:
+            yield path, isinstance(value, bool)
+    elif isinstance(value, ToolCall):
+        yield from _switches(value.arguments, (*path, _ARGUMENTS))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _switches(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _switches(item, (*path, index))
+
+
+def _same_switches(switches: Iterable[_Switch], equal: Any) -> bool:
+    """Return whether a value that is equal by ``==`` has booleans where the one with these switches has them."""
+    for path, boolean in switches:
+        value = equal
+        for key in path:
+            value = value.arguments if key is _ARGUMENTS else value[key]
+        if isinstance(value, bool) is not boolean:
+            return False
     return True

@@ -25,7 +25,8 @@ from turnwise.inference.attention import (
     decode_block,
     prefill_blocks,
 )
-from turnwise.inference.kv import Geometry, KVPool
+from turnwise.inference.kv_pool import Geometry, KVPool
+from turnwise.inference.packed_linear import PackedLinear, pack_linears
 
 _REMEDY = "serve this model with another backend"
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -85,6 +86,7 @@ class CausalLM:
         eos = generation.eos_token_id if generation is not None else None
         eos = self._config.eos_token_id if eos is None else eos
         self.eos_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+        self._packed: list[PackedLinear] = pack_linears(self._model)
         self.geometry = self._probe()
         self._prove()
 
@@ -149,6 +151,8 @@ class CausalLM:
         with torch.inference_mode():
             for target, tensor in chosen:
                 target.copy_(tensor)
+        for layer in self._packed:
+            layer.pack()
 
     def _probe(self) -> Geometry:
         probe = GeometryProbe()

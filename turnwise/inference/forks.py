@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from turnwise.inference.tree import Match, Node, ToolsKey
 
 
-def fork_reason(nodes: Sequence[Node], match: Match, messages: Sequence[Canonical], key: ToolsKey) -> str:
+def fork_reason(nodes: Sequence[Node], match: Match, messages: Sequence[Canonical]) -> str:
     """Return the reason for which committing this request makes a fork.
 
     Args:
         nodes: The tree, in commit order; not empty.
         match: How the request was matched.
         messages: The request's canonical messages.
-        key: The request's tools.
     """
     parent = match.context or match.parent
     siblings = parent.children if parent is not None else [node for node in nodes if node.parent is None]
@@ -33,7 +32,7 @@ def fork_reason(nodes: Sequence[Node], match: Match, messages: Sequence[Canonica
         return "resample"
     if match.why is not None:
         return f"bridge_unproven: {match.why}"
-    return _difference(nodes, messages, key)
+    return _difference(nodes, messages, match.key)
 
 
 def _difference(nodes: Sequence[Node], messages: Sequence[Canonical], key: ToolsKey) -> str:

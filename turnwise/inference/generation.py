@@ -87,6 +87,23 @@ class Generation:
             (version, start, end) for (version, start), end in zip(self.marks, ends, strict=True) if end > start
         )
 
+    def output(self, reason: FinishReason | None, stop_reason: int | str | None) -> Output:
+        """Return what there is to say now; of a streamed request, what has not been said yet."""
+        start = len(self.prompt)
+        sampled = len(self.tokens) - start
+        first = self.delivered if self.stream else 0
+        self.delivered = sampled
+        return Output(
+            id=self.id,
+            token_ids=self.tokens[start + first :],
+            logprobs=self.logprobs[first:],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            weight_versions=self.spans(sampled),
+            prompt_tokens=start,
+            cached_tokens=max(0, self.cached),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Output:

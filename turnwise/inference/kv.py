@@ -1,8 +1,8 @@
-"""Where keys and values lie: rows of a few capacities, and which sequence owns which row.
+"""Which sequence owns which row of keys and values.
 
-Owns: memory. :class:`KVPool` holds rows of one capacity in one tensor; :class:`KVCache` gives sequences a slot and a
-row, moves them to larger rows as they grow, keeps finished ones as prefixes and drops the least recently used of
-those when memory is wanted. Refuses: what is run and when; the engine decides that.
+Owns: memory. :class:`KVCache` gives sequences a slot and a row in one of a few pools (``kv_pool.py``), moves them to
+larger rows as they grow, keeps finished ones as prefixes and drops the least recently used of those when memory is
+wanted. Refuses: what is run and when; the engine decides that.
 
 Rows of one capacity lie densely, because attention over them is bound by memory. Rows in use are kept at the low end
 of their pool, so that one attention call reads a view of it; a few holes are cheaper than moving rows at once.
@@ -10,14 +10,13 @@ of their pool, so that one attention call reads a view of it; a few holes are ch
 
 from __future__ import annotations
 
-import math
-import mmap
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from turnwise.inference.kv_pool import Geometry, KVPool
 
 FREE, ACTIVE, RETAINED = 0, 1, 2
 _FIRST_ROWS, _FIRST_TOKENS = 16, 4096
@@ -25,27 +24,6 @@ _FIRST_WIDTH = 256
 _HOLES_ALLOWED = 4
 _MOVE_COST = 8
 """Moving a row costs about as much as attention over it in this many steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What a model's attention layers store.
-
-    Attributes:
-        layers: How many layers.
-        heads: Key/value heads.
-        key_dim: Size of a key.
-        value_dim: Size of a value.
-    """
-
-    layers: int
-    heads: int
-    key_dim: int
-    value_dim: int
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes over all layers."""
-        return 2 * self.layers * self.heads * max(self.key_dim, self.value_dim) * dtype.itemsize
 
 
 def capacities(longest: int) -> list[int]:
@@ -56,96 +34,6 @@ def capacities(longest: int) -> list[int]:
         power = 1 << (last.bit_length() - 1)
         sizes.append(64 if last == 32 else power + power // 2 if last == power else 2 * power)
     return sizes
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on the CPU as pages that cost nothing until they are written."""
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
-
-
-class KVPool:
-    """Rows that hold ``capacity`` tokens each.
-
-    Attributes:
-        capacity: Tokens per row.
-        owner: int64 of shape [rows]: the slot that owns a row, or -1.
-        keys: Per layer, a view of shape [rows, heads, capacity, key_dim].
-        values: Per layer, a view of shape [rows, heads, capacity, value_dim].
-    """
-
-    __slots__ = ("_data", "_geometry", "capacity", "flat_keys", "flat_values", "keys", "owner", "values")
-
-    def __init__(self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._geometry = geometry
-        self.capacity = capacity
-        # Zeros, not empty: what a mask hides must still be finite.
-        self._bind(self._allocate(0, dtype, device))
-        self.owner = np.zeros(0, dtype=np.int64)
-
-    @property
-    def rows(self) -> int:
-        """How many rows are allocated."""
-        return len(self.owner)
-
-    @property
-    def used(self) -> int:
-        """How many rows have an owner."""
-        return int((self.owner >= 0).sum())
-
-    def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        shape = self._geometry
-        width = max(shape.key_dim, shape.value_dim)
-        return _zeros((2, shape.layers, rows, shape.heads, self.capacity, width), dtype, device)
-
-    def _bind(self, data: torch.Tensor) -> None:
-        shape = self._geometry
-        self._data = data
-        self.keys = [layer[..., : shape.key_dim] for layer in data[0]]
-        self.values = [layer[..., : shape.value_dim] for layer in data[1]]
-        width = data.shape[-1]
-        self.flat_keys = [layer.view(-1, width)[:, : shape.key_dim] for layer in data[0]]
-        self.flat_values = [layer.view(-1, width)[:, : shape.value_dim] for layer in data[1]]
-
-    def resize(self, rows: int) -> npt.NDArray[np.int64]:
-        """Change the number of rows; rows in use move to the low end when that is needed.
-
-        Returns:
-            int64 of shape [old rows]: the new place of each old row, -1 for rows that are gone.
-        """
-        places = np.full(self.rows, -1, dtype=np.int64)
-        if rows >= self.rows:
-            places[:] = np.arange(self.rows)
-        else:
-            kept = np.flatnonzero(self.owner >= 0)
-            places[kept] = np.arange(len(kept))
-        data = self._allocate(rows, self._data.dtype, self._data.device)
-        for row in np.flatnonzero((self.owner >= 0) & (places >= 0)).tolist():
-            data[:, :, int(places[row])].copy_(self._data[:, :, row])
-        old = np.flatnonzero(places >= 0)
-        owner = np.full(rows, -1, dtype=np.int64)
-        owner[places[old]] = self.owner[old]
-        self.owner = owner
-        self._bind(data)
-        return places
-
-    def copy_row(self, row: int, source: KVPool, source_row: int, tokens: int) -> None:
-        """Copy the first ``tokens`` keys and values of a row, of this pool or another."""
-        self._data[:, :, row, :, :tokens].copy_(source._data[:, :, source_row, :, :tokens])
-
-    def exchange(self, left: npt.NDArray[np.int64], right: npt.NDArray[np.int64], tokens: int) -> None:
-        """Swap rows pairwise, contents and owners, up to ``tokens`` tokens of each."""
-        to = torch.from_numpy(np.concatenate([left, right])).to(self._data.device)
-        source = torch.from_numpy(np.concatenate([right, left])).to(self._data.device)
-        view = self._data[:, :, :, :, :tokens]
-        view[:, :, to] = view[:, :, source]
-        self.owner[left], self.owner[right] = self.owner[right].copy(), self.owner[left].copy()
-
-    def zero_row(self, row: int) -> None:
-        """Overwrite a row with zeros (it held values that are not finite)."""
-        self._data[:, :, row].zero_()
 
 
 def widen(array: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
@@ -384,7 +272,7 @@ class KVCache:
             if oldest is not None:
                 row = int(self.row_of[oldest])
                 self.release(oldest)
-                return row
+                return self._lower(index, row)
             self._reclaim(pool.capacity)
             room = (self.budget - self.allocated) // pool.capacity
             if not room:
@@ -392,7 +280,7 @@ class KVCache:
         rows = pool.rows
         wanted = max(1, min(_FIRST_ROWS, _FIRST_TOKENS // pool.capacity), rows)
         pool.resize(rows + int(min(room, wanted)))
-        return rows
+        return self._lower(index, rows)
 
     def _lower(self, index: int, row: int) -> int:
         """Return ``row``, or a lower one that a prefix leaves for it: attention reads all rows below the last."""

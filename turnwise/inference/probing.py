@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.errors import RenderError
@@ -171,15 +171,6 @@ class TemplateFacts:
         except RenderError:
             return None
         return text, prompt, common_start(prompt, head)
-
-    def _marked(self) -> Iterator[tuple[str, int]]:
-        for token in self._tokens.added:
-            yield token, len(token)
-
-    def find_added(self, text: str) -> str | None:
-        """Return the first added token that stands in a text, the longest of those that start there."""
-        places = [(text.find(token), -size, token) for token, size in self._marked() if token in text]
-        return min(places)[2] if places else None
 
     def last_added(self, text: str) -> str | None:
         """Return the added token with which a text ends, white space aside."""

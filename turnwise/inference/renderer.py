@@ -29,6 +29,7 @@ from turnwise.types import Message, TokenIds, ToolSchema, as_ids
 
 SpecialInText = Literal["escape", "template"]
 _TOOL_SETS = 64
+_PREFIXES = 1024
 _MARK = "qzmark"
 
 
@@ -52,8 +53,8 @@ class TemplateRenderer:
     """
 
     __slots__ = (
-        "_choice", "_closing", "_eos", "_escape", "_facts", "_format", "_generation", "_skeletons", "_tokens", "_tools",
-        "stop_ids", "why",
+        "_choice", "_closing", "_eos", "_escape", "_facts", "_format", "_generation", "_prefixes", "_skeletons",
+        "_tokens", "_tools", "stop_ids", "why",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +86,7 @@ class TemplateRenderer:
         self._skeletons = Skeletons(facts, tokens, list(filter(None, dict.fromkeys([*own, *ended]))))
         self._closing = tokens.encode(self._format.closing) if self._format.closing else []
         self._generation = len(tokens.encode(facts.prompt[len(facts.head) :])) + 2
+        self._prefixes: dict[bytes, str] = {}
         self._tools: list[tuple[tuple[ToolSchema, ...], list[dict[str, Any]]]] = []
 
     @property
@@ -145,9 +147,9 @@ class TemplateRenderer:
     ) -> list[int]:
         """Return the close of the turn, as far as its ids lack it, the new messages and the generation prompt."""
         stopped = bool(ids) and ids[-1] in self.stop_ids
-        if any(number in self.stop_ids for number in ids[:-1]):
+        if not self.stop_ids.isdisjoint(ids[:-1]):
             raise Declined("ids_after_stop")
-        thinking = self._format.reasoning_open(self._turn_text(ids, tail))
+        thinking = self._format.reasons and self._format.reasoning_open(self._turn_text(ids, tail))
         if thinking and stopped:
             raise Declined("stop_in_reasoning")
         if any(call.value is None for message in new for call in message.calls):
@@ -216,12 +218,24 @@ class TemplateRenderer:
 
     def _turn_text(self, ids: list[int], tail: TokenIds) -> TurnText:
         marks = self._format.marks
-        prefix = marks.read(self._tokens, tail[-self._generation :].tolist())
-        end = next((index for index, number in enumerate(ids) if number in self.stop_ids), len(ids))
+        prefix = self._prefix(tail[-self._generation :])
+        end = len(ids)
+        if not self.stop_ids.isdisjoint(ids):
+            end = next(index for index, number in enumerate(ids) if number in self.stop_ids)
         stopped = end < len(ids)
         if stopped and marks.holds(ids[end]):
             end += 1
         return TurnText(marks.read(self._tokens, ids[:end]), prefix, self._format.opened_by(prefix), stopped)
+
+    def _prefix(self, ids: TokenIds) -> str:
+        """Return the text before a completion: nearly always that of the same generation prompt."""
+        key = ids.tobytes()
+        text = self._prefixes.get(key)
+        if text is None:
+            if len(self._prefixes) >= _PREFIXES:
+                self._prefixes.clear()
+            text = self._prefixes[key] = self._format.marks.read(self._tokens, ids.tolist())
+        return text
 
     def decode(self, ids: TokenIds) -> str:
         """Return the text of ids, special tokens included (to show, never to re-encode)."""
@@ -263,22 +277,25 @@ class TemplateRenderer:
         return self._text(short_id(own) if self._facts.short_ids else own)
 
     def _wire(self, message: Canonical) -> Wire:
-        wire: Wire = self._value(message.to_template())
+        wire: Wire = {"role": message.role, "content": self._text(message.text)}
+        if message.name is not None:
+            wire["name"] = self._text(message.name)
         if message.reasoning:
             # Templates read reasoning under either name.
-            wire["thinking"] = wire["reasoning_content"]
+            wire["reasoning_content"] = wire["thinking"] = self._text(message.reasoning)
         if message.calls:
             wire["tool_calls"] = [
                 wire_call(
-                    call["function"]["name"],
-                    self._facts.arguments(call["function"]["arguments"]),
-                    self._call_id(known.id, known.name, index),
+                    self._text(call.name),
+                    self._facts.arguments(self._value(call.arguments if call.value is None else call.value)),
+                    self._call_id(call.id, call.name, index),
                 )
-                for index, (call, known) in enumerate(zip(wire["tool_calls"], message.calls, strict=True))
+                for index, call in enumerate(message.calls)
             ]
         if message.role == "tool":
             index = message.answers[1] if message.answers is not None else 0
             wire["tool_call_id"] = self._call_id(message.call_id, message.call_name, max(index, 0))
+            wire["name"] = self._text(message.call_name)
         return wire
 
     def _json_tools(self, tools: Sequence[ToolSchema]) -> tuple[list[dict[str, Any]], int]:

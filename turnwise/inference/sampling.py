@@ -98,11 +98,12 @@ def sample(
     if bool((params.temperature != 1.0).any()):
         divisor = np.where(greedy, np.float32(1.0), params.temperature)
         scaled = scaled / torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
-    peak, best = scaled.max(dim=-1, keepdim=True)
-    if bool(greedy.all()):
-        logprobs = -(scaled - peak).exp().sum(-1).log()
-        return best.squeeze(1).cpu().numpy(), logprobs.cpu().numpy()
-    weights = (scaled - peak).exp()
+    peak = scaled.amax(dim=-1, keepdim=True)
+    weights = (scaled - peak).exp_()
+    # Only greedy rows ask where the peak is: that takes ten times as long as its value.
+    best = scaled.argmax(dim=-1, keepdim=True) if any_greedy else None
+    if best is not None and bool(greedy.all()):
+        return best.squeeze(1).cpu().numpy(), weights.sum(-1).log().neg().cpu().numpy()
     kept = _truncate(weights, params, greedy)
     cumulative = kept.cumsum(-1)
     total = cumulative[:, -1:]
@@ -111,7 +112,7 @@ def sample(
     target = torch.from_numpy(draws).to(scaled.device).unsqueeze(1) * total
     target = torch.minimum(target.float(), torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=scaled.shape[1] - 1)
-    if any_greedy:
+    if best is not None:
         ids = torch.where(torch.from_numpy(greedy).to(ids.device).unsqueeze(1), best, ids)
     mass = total if kept is weights else weights.sum(-1, keepdim=True)
     logprobs = scaled.gather(1, ids) - peak - mass.log()

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from turnwise.errors import BudgetSpent, InferenceError, SessionError, TurnwiseError
-from turnwise.inference.canonical import Canonical, History, canonical_arguments, canonical_messages, canonical_tools
+from turnwise.inference.answer import answer, check_completion, read_completion
+from turnwise.inference.canonical import Canonical, History, canonical_tools, snapshot
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.forks import fork_reason
 from turnwise.inference.tree import Match, Node, ToolsKey, Tree
-from turnwise.tasks import stable_hash
+from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import (
     Completion,
@@ -30,9 +31,7 @@ from turnwise.types import (
     StopReason,
     TokenIds,
     TokenPrompt,
-    ToolCall,
     ToolSchema,
-    text_of,
 )
 
 
@@ -115,11 +114,6 @@ class Session:
         """Return the id of the turn that made a call, or None where this session issued no such id."""
         return self._issued.get(call_id)
 
-    @property
-    def committed_tokens(self) -> int:
-        """Tokens of all segments, each counted once."""
-        return self._tree.tokens
-
     async def chat(
         self,
         messages: Sequence[Message],
@@ -155,7 +149,7 @@ class Session:
         self._requests += 1
         try:
             completion = await self._client.generate(TokenPrompt(prompt), params, session_id=self.id)
-            message = self._commit(match, canonical, offered, params, completion, fork)
+            message = self._commit(match, canonical, params, completion, fork)
         except (InferenceError, SessionError) as error:
             self._failure = error
             raise
@@ -197,29 +191,18 @@ class Session:
         key = self._tools_key(tools)
         turns, context = self._tree.deepest(messages, key)
         if context is not None:
-            return Match(context.parent, context, (), context.ids, None, commits)
+            return Match(context.parent, context, (), context.ids, None, commits, key, tools)
         why = None
         for turn in turns:
             assert turn.parent is not None
-            new = self._answers_issued(turn, messages[turn.end :])
+            new = _answers_issued(turn, messages[turn.end :])
             ids = self._renderer.extend(turn.parent.ids, turn.ids, turn.messages[0], new, tools)
             if ids is not None:
-                return Match(turn, None, new, self._frozen(ids), None, commits)
+                return Match(turn, None, new, self._frozen(ids), None, commits, key, tools)
             # A branch that began where this one could not be extended may go on from there.
             why = why or self._renderer.why
         ids = self._renderer.render(messages, tools)
-        return Match(None, None, tuple(messages), self._frozen(ids), why, commits)
-
-    def _answers_issued(self, turn: Node, new: list[Canonical]) -> tuple[Canonical, ...]:
-        """Give answers to calls of the path the ids and names that this session issued for those calls."""
-        issued = {node.start: node.messages[0].calls for node in turn.path() if node.sampled}
-        result = []
-        for message in new:
-            if message.answers is not None and message.answers[0] in issued:
-                call = issued[message.answers[0]][message.answers[1]]
-                message = replace(message, call_id=call.id, call_name=call.name)
-            result.append(message)
-        return tuple(result)
+        return Match(None, None, tuple(messages), self._frozen(ids), why, commits, key, tools)
 
     def _frozen(self, ids: TokenIds) -> TokenIds:
         self._encoded_tokens += len(ids)
@@ -271,111 +254,39 @@ class Session:
         self,
         match: Match,
         messages: list[Canonical],
-        tools: tuple[ToolSchema, ...],
         params: SamplingParams,
         completion: Completion,
         fork: str | None,
     ) -> Message:
-        self._check(completion, params)
-        message, cut = self._parse(match, tools, params, completion)
+        check_completion(completion, params, self.id)
+        message, cut = read_completion(self._renderer, completion, match, params)
         reason = None
         if match.context is not None or self._tree.siblings(match.parent):
-            reason = fork or fork_reason(self._tree.nodes, match, messages, self._tools_key(tools))
-        given = self._given(message, cut)
-        meant = (canonical_messages([given])[0],)
-        context = self._context(match, tools, reason)
-        self._add(context, completion.token_ids, meant, tools, reason, completion, given["turn_id"])
+            reason = fork or fork_reason(self._tree.nodes, match, messages)
+        given, meant = answer(message, self._tree.turns, self._issued, cut=cut)
+        context = self._context(match, reason)
+        self._add(context, match, completion.token_ids, (meant,), reason, completion, given["turn_id"])
         self._issued.update((call.id, given["turn_id"]) for call in given.get("tool_calls", ()))
         # What is scored is what was said: agents edit their messages in place.
-        self._last = copy.deepcopy(given)
+        self._last = snapshot(given)
+        self._history.said(snapshot(given), meant)
         return given
 
-    def _check(self, completion: Completion, params: SamplingParams) -> None:
-        ids, finish = completion.token_ids, completion.finish_reason
-        if finish not in ("stop", "length"):
-            raise InferenceError(f"session {self.id}: a completion ended with {finish!r}; nothing was recorded")
-        if not np.isfinite(completion.logprobs).all():
-            raise SessionError(f"session {self.id}: a completion came with a logprob that is not finite")
-        if len(ids) == 0 or len(completion.logprobs) != len(ids):
-            raise SessionError(
-                f"session {self.id}: a completion of {len(ids)} ids came with {len(completion.logprobs)} logprobs"
-            )
-        if finish == "stop" and not params.stop and int(ids[-1]) not in params.stop_token_ids:
-            raise SessionError(
-                f"session {self.id}: the client says 'stop', but the last id {int(ids[-1])} is no stop id "
-                f"{params.stop_token_ids} and no stop string was given: it broke its contract"
-            )
-        covered = 0
-        for _, start, end in completion.weight_versions:
-            if start != covered or end <= start:
-                covered = -1
-                break
-            covered = end
-        if covered != len(ids):
-            raise SessionError(
-                f"session {self.id}: weight version spans {completion.weight_versions} do not cover {len(ids)} ids"
-            )
-
-    def _parse(
-        self, match: Match, tools: tuple[ToolSchema, ...], params: SamplingParams, completion: Completion
-    ) -> tuple[Message, bool]:
-        """Return what the ids mean and whether the turn was cut (no stop id at its end)."""
-        message = self._renderer.parse(completion.token_ids, match.ids, tools)
-        cut = int(completion.token_ids[-1]) not in self._renderer.stop_ids
-        if cut and params.stop:
-            # The agent is given the text before the stop string; the ids up to it stay recorded.
-            text = text_of(message)
-            ends = [position for position in (text.find(stop) for stop in params.stop) if position >= 0]
-            if ends:
-                message["content"] = text[: min(ends)]
-        return message, cut and completion.finish_reason == "length"
-
-    def _given(self, message: Message, cut: bool) -> Message:
-        """Return the message that the agent is given: ids issued, turn named."""
-        number = self._tree.turns
-        calls: list[ToolCall] = []
-        for position, call in enumerate(message.get("tool_calls") or ()):
-            calls.append(replace(_usable(call), id=self._new_id(call.id, position, calls)))
-        given: Message = {
-            "role": "assistant",
-            "content": text_of(message),
-            "turn_id": f"t{number}",
-            "finish_reason": "length" if cut else "stop",
-        }
-        if calls:
-            given["tool_calls"] = calls
-        reasoning = message.get("reasoning_content")
-        if reasoning:
-            given["reasoning_content"] = reasoning
-        return given
-
-    def _new_id(self, own: str, position: int, before: Sequence[ToolCall]) -> str:
-        """Return the model's own id, or where it gave none or one that is taken, another one."""
-        taken = self._issued.keys() | {call.id for call in before}
-        while not own or own in taken:
-            # Nine letters and digits: what the strictest chat template (Mistral's) accepts. A model may have written
-            # such an id itself.
-            own = f"c{self._tree.turns:05d}{position:03d}"
-            position += 1
-        return own
-
-    def _context(self, match: Match, tools: tuple[ToolSchema, ...], reason: str | None) -> Node:
+    def _context(self, match: Match, reason: str | None) -> Node:
         """Return the known context with equal messages and equal ids, else add one."""
         if match.context is not None:
             return match.context
-        key = self._tools_key(tools)
-        siblings = self._tree.siblings(match.parent)
-        for node in siblings:
-            if node.key == key and node.messages == match.new and np.array_equal(node.ids, match.ids):
+        for node in self._tree.siblings(match.parent):
+            if node.key == match.key and node.messages == match.new and np.array_equal(node.ids, match.ids):
                 return node
-        return self._add(match.parent, match.ids, match.new, tools, reason)
+        return self._add(match.parent, match, match.ids, match.new, reason)
 
     def _add(
         self,
         parent: Node | None,
+        match: Match,
         ids: TokenIds,
         messages: tuple[Canonical, ...],
-        tools: tuple[ToolSchema, ...],
         reason: str | None,
         completion: Completion | None = None,
         turn_id: str | None = None,
@@ -389,8 +300,8 @@ class Session:
                 ids=ids,
                 messages=messages,
                 start=0 if parent is None else parent.end,
-                key=self._tools_key(tools),
-                tools=tools,
+                key=match.key,
+                tools=match.tools,
                 turns=(0 if parent is None else parent.turns) + sampled,
                 completion=completion,
                 turn_id=turn_id,
@@ -399,13 +310,19 @@ class Session:
         )
 
 
-def _usable(call: ToolCall) -> ToolCall:
-    """Return a call, with an error where its arguments can be neither shown nor kept."""
-    try:
-        canonical_arguments(call.arguments)
-    except SessionError as error:
-        return replace(call, arguments={}, error=call.error or str(error))
-    return call
+def _answers_issued(turn: Node, new: list[Canonical]) -> tuple[Canonical, ...]:
+    """Give answers to calls of the path the ids and names that were issued for those calls."""
+    result = []
+    for message in new:
+        asked: Node | None = turn
+        # Nearly always the turn itself: answers follow the calls.
+        while asked is not None and message.answers is not None and asked.start > message.answers[0]:
+            asked = asked.parent
+        if asked is not None and message.answers is not None and asked.sampled and asked.start == message.answers[0]:
+            call = asked.messages[0].calls[message.answers[1]]
+            message = replace(message, call_id=call.id, call_name=call.name)
+        result.append(message)
+    return tuple(result)
 
 
 def _segment(node: Node, messages: bool) -> Segment:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from turnwise.inference.attention import PoolPlan, StepPlan, decode_block, prefill_blocks
+from turnwise.inference.attention import DecodeBlock, PoolPlan, PrefillBlock, StepPlan, decode_block, prefill_blocks
 from turnwise.inference.kv import KVCache
 
 
@@ -66,7 +66,7 @@ def build_step(
     single = sizes == 1
     if not single.all():
         order = np.lexsort((cache.row_of[slots], ~single, pools))
-        slots, sizes, pools, single = slots[order], sizes[order], pools[order], single[order]
+        slots, sizes, pools = slots[order], sizes[order], pools[order]
     starts = cache.cached[slots]
     ends = np.cumsum(sizes)
     begins = ends - sizes
@@ -84,22 +84,12 @@ def build_step(
     parts = []
     borders = np.flatnonzero(np.diff(pools)) + 1
     for first, last in zip([0, *borders.tolist()], [*borders.tolist(), len(slots)], strict=True):
-        decoding = int(single[first:last].sum())
-        middle = first + decoding
         start, stop = int(begins[first]), int(ends[last - 1])
-        rows = cache.row_of[slots[first:last]]
-        parts.append(
-            PoolPlan(
-                pool=cache.pools[int(pools[first])],
-                start=start,
-                stop=stop,
-                index=flat[start * heads : stop * heads],
-                decode=decode_block(rows[:decoding], starts[first:middle], dtype, device) if decoding else None,
-                prefills=prefill_blocks(
-                    rows[decoding:], starts[middle:last], sizes[middle:last], decoding, dtype, device
-                ),
-            )
+        pool = cache.pools[int(pools[first])]
+        decode, prefills = _blocks(
+            cache.row_of[slots[first:last]], starts[first:last], sizes[first:last], dtype, device
         )
+        parts.append(PoolPlan(pool, start, stop, flat[start * heads : stop * heads], decode, prefills))
     complete = starts + sizes == cache.length[slots]
     return Step(
         plan=StepPlan(parts),
@@ -110,3 +100,16 @@ def build_step(
         sampling=slots[complete],
         keep=(ends - 1)[complete],
     )
+
+
+def _blocks(
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[DecodeBlock | None, list[PrefillBlock]]:
+    """Plan one pool's tokens: the sequences that decode stand first, in order of their rows."""
+    count = int((sizes == 1).sum())
+    decode = decode_block(rows[:count], starts[:count], dtype, device) if count else None
+    return decode, prefill_blocks(rows[count:], starts[count:], sizes[count:], count, dtype, device)

@@ -17,6 +17,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from turnwise.errors import RenderError
@@ -30,6 +31,33 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+# What a plain text offers to a template, without what would let it out of the sandbox (``format`` reads attributes).
+_TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
+_OBJECT_NAMES = frozenset(dir(dict))
+_LOOP_NUMBERS = frozenset(("index", "index0", "revindex", "revindex0", "length", "first", "last", "depth", "depth0"))
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way for what templates read most: keys of dicts, methods of texts, places in loops.
+
+    Each leads where the long way leads: a name that dicts have no attribute for is a key, and the methods and numbers
+    that are listed here are safe. Templates read dozens of them a message; the long way raises an error for each key.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return what ``obj.attribute`` means in a template."""
+        if type(obj) is dict and attribute not in _OBJECT_NAMES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if (type(obj) is str and attribute in _TEXT_METHODS) or (
+            type(obj) is jinja2.runtime.LoopContext and attribute in _LOOP_NUMBERS
+        ):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 def _raise(message: str) -> str:
@@ -70,9 +98,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         fixed = now or datetime.now()
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise

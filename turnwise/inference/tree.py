@@ -74,6 +74,8 @@ class Match:
         ids: The ids of the (new or known) context.
         why: Why the deepest matching turn could not be extended, where that is why this is a root.
         commits: How many nodes the tree had.
+        key: The request's tools.
+        tools: The same, as schemas.
     """
 
     parent: Node | None
@@ -82,6 +84,31 @@ class Match:
     ids: TokenIds
     why: str | None
     commits: int
+    key: ToolsKey
+    tools: tuple[ToolSchema, ...]
+
+
+@dataclass(slots=True)
+class _Trail:
+    """Where the last search got to: one for a conversation that only grew goes on from there.
+
+    Attributes:
+        messages: What was searched for.
+        key: Below which roots.
+        seen: How many nodes the tree had.
+        matched: The nodes whose path means a prefix of the messages.
+        turns: Those of them that were sampled and have no other such turn behind them.
+        whole: The deepest context that means all the messages.
+        later: Nodes behind matched ones that mean more messages than there were.
+    """
+
+    messages: Sequence[Canonical]
+    key: ToolsKey
+    seen: int = 0
+    matched: set[Node] = field(default_factory=set)
+    turns: set[Node] = field(default_factory=set)
+    whole: Node | None = None
+    later: list[Node] = field(default_factory=list)
 
 
 class Tree:
@@ -99,6 +126,7 @@ class Tree:
         self.roots: list[Node] = []
         self.tokens = 0
         self.turns = 0
+        self._trail = _Trail((), ())
 
     def siblings(self, parent: Node | None) -> list[Node]:
         """Return the children of a node; of None the roots."""
@@ -123,22 +151,41 @@ class Tree:
             messages: The request's canonical messages.
             key: The request's tools: only roots of the same tools are looked at.
         """
-        turns: list[Node] = []
-        whole: Node | None = None
-        pending = [node for node in self.roots if node.key == key]
+        trail, pending = self._resumed(messages, key)
         while pending:
             node = pending.pop()
-            if node.end > len(messages) or tuple(messages[node.start : node.end]) != node.messages:
+            if node.end > len(messages) or (node.sampled and node.end == len(messages)):
+                trail.later.append(node)
                 continue
-            if not node.sampled and node.end == len(messages):
-                if whole is None or (node.turns, node.index) > (whole.turns, whole.index):
-                    whole = node
-            elif node.sampled and node.end < len(messages):
-                turns.append(node)
+            if tuple(messages[node.start : node.end]) != node.messages:
+                continue
+            trail.matched.add(node)
+            if node.sampled:
+                trail.turns.add(node)
+                # A turn's parent is a context, whose parent is the turn before it.
+                if node.parent is not None and node.parent.parent is not None:
+                    trail.turns.discard(node.parent.parent)
+            elif node.end == len(messages) and (
+                trail.whole is None or (node.turns, node.index) > (trail.whole.turns, trail.whole.index)
+            ):
+                trail.whole = node
             pending.extend(node.children)
-        # A turn's parent is a context, whose parent is the turn before it.
-        passed = {turn.parent.parent for turn in turns if turn.parent is not None}
-        return sorted((turn for turn in turns if turn not in passed), key=_rank, reverse=True), whole
+        self._trail = trail
+        return sorted(trail.turns, key=_rank, reverse=True), trail.whole
+
+    def _resumed(self, messages: Sequence[Canonical], key: ToolsKey) -> tuple[_Trail, list[Node]]:
+        """Return where to go on from, and the nodes that are still to be looked at."""
+        last = self._trail
+        known = len(last.messages)
+        # Most messages are the very objects of the last request, so this costs little.
+        if last.key != key or known > len(messages) or list(messages[:known]) != list(last.messages):
+            return _Trail(messages, key, len(self.nodes)), [root for root in self.roots if root.key == key]
+        added = self.nodes[last.seen :]
+        behind = [
+            node for node in added if (node.parent in last.matched if node.parent is not None else node.key == key)
+        ]
+        whole = last.whole if known == len(messages) else None
+        return _Trail(messages, key, len(self.nodes), last.matched, last.turns, whole), [*last.later, *behind]
 
 
 def _rank(node: Node) -> tuple[int, int, bool, int]:

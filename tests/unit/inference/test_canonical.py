@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import SessionError
-from turnwise.inference.canonical import canonical_arguments, canonical_messages, canonical_tools
+from turnwise.inference.canonical import (
+    History,
+    canonical_arguments,
+    canonical_messages,
+    canonical_tools,
+    snapshot,
+)
 from turnwise.types import ToolCall, ToolSchema
 
 json_values = st.recursive(
@@ -123,3 +130,73 @@ def test_the_order_of_tools_counts_and_the_order_of_keys_does_not() -> None:
 def test_what_json_cannot_say_is_refused() -> None:
     with pytest.raises(SessionError, match="set"):
         canonical_messages([assistant({"a": {1, 2}})])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 6),
+            st.lists(
+                st.sampled_from(["user", "answer", "call True", "call 1", "call 1.0", "call 0", "call [1]", "result"]),
+                min_size=1,
+                max_size=5,
+            ),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_a_growing_or_edited_history_reduces_as_if_it_were_new(steps: list[tuple[int, list[str]]]) -> None:
+    values = {"True": True, "1": 1, "1.0": 1.0, "0": 0, "[1]": [1]}
+    history = History()
+    messages: list[Any] = []
+    for kept, kinds in steps:
+        # The list is edited in place: some messages stay, the others are new.
+        del messages[kept:]
+        for kind in kinds:
+            if kind.startswith("call"):
+                call = ToolCall(f"c{len(messages)}", "f", {"deep": [{"x": values[kind[5:]]}]})
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            elif kind == "result":
+                messages.append({"role": "tool", "tool_call_id": f"c{len(messages) - 1}", "content": "r"})
+            else:
+                messages.append({"role": "assistant" if kind == "answer" else "user", "content": kind})
+        messages.append({"role": "user", "content": "go on"})
+        assert history.reduce(messages) == canonical_messages(messages)
+
+
+def test_an_argument_that_turns_from_one_to_true_in_place_is_seen() -> None:
+    call = ToolCall("c0", "f", {"deep": [{"x": 1}], "y": 3})
+    messages: list[Any] = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c0", "content": "r"},
+    ]
+    history = History()
+    assert history.reduce(messages)[1].calls[0].arguments == '{"deep":[{"x":1}],"y":3}'
+    call.arguments["deep"][0]["x"] = True
+    assert history.reduce(messages)[1].calls[0].arguments == '{"deep":[{"x":true}],"y":3}'
+
+
+def test_the_message_that_was_said_is_known_only_as_long_as_it_is_the_same() -> None:
+    said: Any = {"role": "assistant", "content": "", "tool_calls": [ToolCall("c0", "f", {"x": 1})]}
+    form = canonical_messages([said])[0]
+    first: list[Any] = [{"role": "user", "content": "go"}]
+    result: Any = {"role": "tool", "tool_call_id": "c0", "content": "r"}
+    for edited, same in ((1, True), (True, False), (2, False)):
+        history = History()
+        history.reduce(first)
+        history.said(snapshot(said), form)
+        echo = {**said, "tool_calls": [ToolCall("c0", "f", {"x": edited})]}
+        reduced = history.reduce([*first, echo, result])
+        assert (reduced[1] is form) is same
+        assert reduced == canonical_messages([*first, echo, result])
+
+
+@given(json_values)
+def test_a_snapshot_is_equal_and_shares_nothing_that_can_be_edited(value: Any) -> None:
+    call = ToolCall("c", "f", {"v": value})
+    copied = snapshot({"tool_calls": [call], "content": [value]})
+    assert copied == {"tool_calls": [call], "content": [value]}
+    call.arguments["w"] = 1
+    assert "w" not in copied["tool_calls"][0].arguments

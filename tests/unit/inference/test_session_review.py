@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
@@ -120,6 +120,8 @@ async def test_an_unusable_call_is_rendered_as_text_that_can_be_kept(text) -> No
 @given(st.text(st.characters(codec=None), max_size=8), st.recursive(st.none() | st.floats() | st.text(
     st.characters(codec=None), max_size=4) | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(
     st.text(st.characters(codec=None), max_size=3), inner), max_leaves=6))  # fmt: skip
+@example("", {"@": None, "\ud800": None})
+@example("", {"?": 1, "\ud801": 2})
 def test_a_canonical_message_is_always_valid_utf8_json(text, value) -> None:
     raw = json.dumps({"v": value})
     argument_text, parsed = canonical_arguments(raw)

@@ -181,6 +181,11 @@ class ChatFormat(ABC):
         """What closes open reasoning; empty where the format has no reasoning or its turn's close does it."""
         return self.markers.get(CLOSE, "")
 
+    @property
+    def reasons(self) -> bool:
+        """Whether a turn of this format can hold reasoning."""
+        return bool(self._open)
+
     def opened_by(self, prefix: str) -> bool:
         """Return whether a text, with its markers as private characters, leaves reasoning open."""
         if not self._open:

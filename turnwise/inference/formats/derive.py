@@ -1,6 +1,6 @@
 """Reading a template's own way of writing calls off what it wrote for known ones.
 
-Owns: small searches over a :class:`Probe`. Refuses: the template's source, which is never looked at.
+Owns: small searches over the texts of a probe. Refuses: the template's source, which is never looked at.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def stored(saved: Mapping[str, Any], path: str, facts: TemplateFacts, tokens: To
     """Return the format that a checkpoint was trained with.
 
     Raises:
-        RenderError: The file does not hold what :func:`save_format` writes.
+        RenderError: The file does not hold what :func:`turnwise.inference.renderer.save_format` writes.
     """
     name, markers = saved.get("format"), saved.get("markers")
     format_class = FORMATS.get(name) if isinstance(name, str) else None

@@ -75,6 +75,11 @@ class GptOss(ChatFormat):
             "recipient": recipient[1],
         }
 
+    @property
+    def reasons(self) -> bool:
+        """Whether a turn can hold reasoning: its analysis channel."""
+        return True
+
     def opened_by(self, prefix: str) -> bool:
         """Return whether a generation prompt ends inside a message of the reasoning channel."""
         header, _, _, closed = self._last(prefix)

@@ -16,8 +16,6 @@ from turnwise.inference.formats.derive import first_marker, json_span, last_mark
 from turnwise.inference.formats.jsoncalls import named_arguments
 from turnwise.types import ToolCall
 
-_PARTS = ("section_open", "section_close", "open", "close", "before_name", "before_json", "after_json")
-
 
 def _derive(probe: Probe) -> dict[str, str] | None:
     """Return the parts of a headed call: what stands before its name, before its JSON, and behind that."""

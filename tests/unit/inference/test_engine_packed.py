@@ -1,0 +1,101 @@
+"""Linear layers with a packed copy: the same results, tied weights, weight updates, and which layers get one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from support.tiny_lm import greedy, make_model, random_prompt, save_model
+from turnwise.inference import packed_linear
+from turnwise.inference.causal_lm import CausalLM
+from turnwise.inference.engine import Engine
+from turnwise.inference.generation import Generation, Output
+from turnwise.inference.packed_linear import PackedLinear, pack_linears
+from turnwise.types import SamplingParams
+
+# A head of 1024 x 192 and feed-forward layers of 192 x 1000 are large enough to be packed, attention's are not.
+WIDE = {"hidden_size": 192, "vocab_size": 1024, "intermediate_size": 1000}
+
+
+def layer(rows_in: int, rows_out: int, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+    torch.manual_seed(rows_in)
+    made = torch.nn.Linear(rows_in, rows_out, bias=bias).to(dtype)
+    return made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (2,), (33,), (300,), (1, 1), (1, 7), (3, 5)])
+def test_results_are_those_of_the_plain_layer(bias, dtype, shape):
+    plain = layer(512, 640, bias=bias, dtype=dtype)
+    packed = PackedLinear(plain)
+    rows = torch.randn(*shape, 512).to(dtype)
+    with torch.inference_mode():
+        found, expected = packed(rows), linear(rows, plain.weight, plain.bias)
+    assert found.shape == (*shape, 640)
+    assert found.dtype == dtype
+    assert float((found - expected).abs().max()) <= (1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def test_a_changed_weight_counts_once_it_is_packed():
+    plain = layer(512, 640)
+    packed = PackedLinear(plain)
+    rows = torch.randn(4, 512)
+    before = packed(rows)
+    plain.weight.mul_(2.0)
+    with torch.inference_mode():
+        packed.pack()
+    assert not torch.allclose(packed(rows), before)
+    assert torch.allclose(packed(rows), plain(rows), atol=1e-4)
+
+
+def test_only_large_plain_layers_of_known_dtypes_are_replaced():
+    class Special(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(
+        layer(512, 640), layer(16, 16), layer(512, 641, dtype=torch.float64), Special(512, 642), torch.nn.ReLU()
+    )
+    names = list(model.state_dict())
+    made = pack_linears(model)
+    assert [type(child).__name__ for child in model] == ["PackedLinear", "Linear", "Linear", "Special", "ReLU"]
+    assert made == [model[0]]
+    assert list(model.state_dict()) == names
+
+
+def test_copies_stop_where_memory_ends_and_the_largest_come_first(monkeypatch):
+    model = torch.nn.Sequential(layer(512, 400), layer(512, 640), layer(512, 500))
+    monkeypatch.setattr(packed_linear, "_memory", lambda: 8 * 4 * 512 * (640 + 500))
+    made = pack_linears(model)
+    assert made == [model[1], model[2]]
+    assert type(model[0]) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_greedy_equals_generate_before_and_after_an_update(tmp_path, tied):
+    first, second = (make_model("qwen3", seed, tie_word_embeddings=tied, **WIDE) for seed in (0, 1))
+    outputs: list[Output] = []
+    model = CausalLM(save_model(first, tmp_path))
+    engine = Engine(model, outputs.extend)
+    packed = {name for name, module in model._model.named_modules() if isinstance(module, PackedLinear)}
+    assert "lm_head" in packed
+    assert len(packed) == 7, packed
+    rng = np.random.default_rng(0)
+    prompts = [random_prompt(rng, size) for size in (3, 20, 40)]
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+
+    def compare(expected: torch.nn.Module) -> None:
+        outputs.clear()
+        for number, prompt in enumerate(prompts):
+            engine.submit(Generation(str(number), prompt, params))
+        while engine.step():
+            pass
+        for output in outputs:
+            assert output.token_ids.tolist() == greedy(expected, prompts[int(output.id)], 16)
+        assert len(outputs) == len(prompts)
+
+    compare(first)
+    engine.update_weights({name: tensor.clone() for name, tensor in second.state_dict().items()}, 1)
+    compare(second)

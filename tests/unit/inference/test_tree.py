@@ -1,0 +1,87 @@
+"""The search of the recorder's tree: one that goes on from the last request finds what a search of everything finds."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.inference.canonical import Canonical
+from turnwise.inference.tree import Node, ToolsKey, Tree
+from turnwise.types import Completion
+
+KEYS: tuple[ToolsKey, ...] = ((), (("f", "", "{}"),))
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 8),  # how many messages of the last request are kept
+        st.lists(st.sampled_from("ab"), min_size=1, max_size=2),  # what users say next
+        st.sampled_from("xy"),  # what is sampled
+        st.booleans(),  # whether the sampled message is handed back in the next request
+        st.sampled_from((0, 0, 0, 1)),  # which tools
+        st.booleans(),  # whether the request succeeds
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def found_by_brute_force(tree: Tree, messages: list[Canonical], key: ToolsKey) -> tuple[set[int], int | None]:
+    """Return the deepest turns of all branches, and the deepest context that means all messages, by definition."""
+
+    def means(node: Node) -> list[Canonical]:
+        return [message for each in node.path() for message in each.messages]
+
+    matching = [node for node in tree.nodes if node.key == key and means(node) == messages[: node.end]]
+    turns = [node for node in matching if node.sampled and node.end < len(messages)]
+    deepest = {node.index for node in turns if not any(node in other.path()[:-1] for other in turns)}
+    wholes = [node for node in matching if not node.sampled and node.end == len(messages)]
+    whole = max(wholes, key=lambda node: (node.turns, node.index), default=None)
+    return deepest, None if whole is None else whole.index
+
+
+def add(
+    tree: Tree, parent: Node | None, messages: list[Canonical], key: ToolsKey, completion: Completion | None = None
+) -> Node:
+    return tree.add(
+        Node(
+            index=len(tree.nodes),
+            parent=parent,
+            sampled=completion is not None,
+            ids=np.zeros(1, np.int32),
+            messages=tuple(messages),
+            start=0 if parent is None else parent.end,
+            key=key,
+            tools=(),
+            turns=(0 if parent is None else parent.turns) + (completion is not None),
+            completion=completion,
+        )
+    )
+
+
+@settings(max_examples=300)
+@given(STEPS)
+def test_a_search_that_goes_on_finds_what_a_search_of_everything_finds(
+    steps: list[tuple[int, list[str], str, bool, int, bool]],
+) -> None:
+    tree = Tree()
+    messages: list[Canonical] = []
+    for kept, said, sampled, handed_back, tools, succeeds in steps:
+        key = KEYS[tools]
+        # New objects each time: what counts is what they mean.
+        messages = [Canonical(each.role, each.text) for each in messages[:kept]]
+        messages += [Canonical("user", text) for text in said]
+        turns, whole = tree.deepest(messages, key)
+        expected = found_by_brute_force(tree, messages, key)
+        assert ({node.index for node in turns}, None if whole is None else whole.index) == expected
+        ranks = [(node.turns, node.end, not node.children, node.index) for node in turns]
+        assert ranks == sorted(ranks, reverse=True)
+        if not succeeds:
+            continue
+        parent = turns[0] if turns else None
+        if whole is None:
+            whole = add(tree, parent, messages[0 if parent is None else parent.end :], key)
+        completion = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", ((0, 0, 1),))
+        answer = Canonical("assistant", sampled)
+        add(tree, whole, [answer], key, completion)
+        if handed_back:
+            messages.append(answer)

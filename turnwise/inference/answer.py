@@ -1,0 +1,117 @@
+"""From a completion to the message that an agent is given.
+
+Owns: what a completion must keep to before it is recorded, which text a stop string leaves, and the ids under which
+an agent knows its calls. Refuses: recording; only ``session.py`` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from turnwise.errors import InferenceError, SessionError
+from turnwise.inference.canonical import Canonical, canonical_arguments, canonical_messages
+from turnwise.inference.core import Renderer
+from turnwise.inference.tree import Match
+from turnwise.types import Completion, Message, SamplingParams, ToolCall, text_of
+
+
+def check_completion(completion: Completion, params: SamplingParams, session_id: str) -> None:
+    """Hold a completion to the contract of clients.
+
+    Raises:
+        InferenceError: It ended with something else than ``stop`` or ``length``.
+        SessionError: The client broke its contract.
+    """
+    ids, finish = completion.token_ids, completion.finish_reason
+    if finish not in ("stop", "length"):
+        raise InferenceError(f"session {session_id}: a completion ended with {finish!r}; nothing was recorded")
+    if not np.isfinite(completion.logprobs).all():
+        raise SessionError(f"session {session_id}: a completion came with a logprob that is not finite")
+    if len(ids) == 0 or len(completion.logprobs) != len(ids):
+        raise SessionError(
+            f"session {session_id}: a completion of {len(ids)} ids came with {len(completion.logprobs)} logprobs"
+        )
+    if finish == "stop" and not params.stop and int(ids[-1]) not in params.stop_token_ids:
+        raise SessionError(
+            f"session {session_id}: the client says 'stop', but the last id {int(ids[-1])} is no stop id "
+            f"{params.stop_token_ids} and no stop string was given: it broke its contract"
+        )
+    covered = 0
+    for _, start, end in completion.weight_versions:
+        if start != covered or end <= start:
+            covered = -1
+            break
+        covered = end
+    if covered != len(ids):
+        raise SessionError(
+            f"session {session_id}: weight version spans {completion.weight_versions} do not cover {len(ids)} ids"
+        )
+
+
+def read_completion(
+    renderer: Renderer, completion: Completion, match: Match, params: SamplingParams
+) -> tuple[Message, bool]:
+    """Return what the ids mean, and whether a length limit cut the turn (no stop id at its end)."""
+    message = renderer.parse(completion.token_ids, match.ids, match.tools)
+    cut = int(completion.token_ids[-1]) not in renderer.stop_ids
+    if cut and params.stop:
+        # The agent is given the text before the stop string; the ids up to it stay recorded.
+        text = text_of(message)
+        ends = [position for position in (text.find(stop) for stop in params.stop) if position >= 0]
+        if ends:
+            message["content"] = text[: min(ends)]
+    return message, cut and completion.finish_reason == "length"
+
+
+def answer(message: Message, turn: int, issued: Collection[str], *, cut: bool) -> tuple[Message, Canonical]:
+    """Return the message that the agent is given, and its canonical form.
+
+    The turn is named, and its calls have ids of their own. A call whose arguments can be neither shown nor kept is
+    given an error.
+
+    Args:
+        message: What the completion means.
+        turn: How many turns of the session came before.
+        issued: Ids of the calls of those turns.
+        cut: Whether a length limit cut it.
+    """
+    calls: list[ToolCall] = []
+    for position, call in enumerate(message.get("tool_calls") or ()):
+        calls.append(replace(call, id=_new_id(call.id, turn, position, issued, calls)))
+    given: Message = {
+        "role": "assistant",
+        "content": text_of(message),
+        "turn_id": f"t{turn}",
+        "finish_reason": "length" if cut else "stop",
+    }
+    if calls:
+        given["tool_calls"] = calls
+    reasoning = message.get("reasoning_content")
+    if reasoning:
+        given["reasoning_content"] = reasoning
+    try:
+        return given, canonical_messages([given])[0]
+    except SessionError:
+        given["tool_calls"] = [_usable(call) for call in calls]
+        return given, canonical_messages([given])[0]
+
+
+def _new_id(own: str, turn: int, position: int, issued: Collection[str], before: Sequence[ToolCall]) -> str:
+    """Return the model's own id, or where it gave none or one that is taken, another one."""
+    while not own or own in issued or any(call.id == own for call in before):
+        # Nine letters and digits: what the strictest chat template (Mistral's) accepts. A model may have written
+        # such an id itself.
+        own = f"c{turn:05d}{position:03d}"
+        position += 1
+    return own
+
+
+def _usable(call: ToolCall) -> ToolCall:
+    try:
+        canonical_arguments(call.arguments)
+    except SessionError as error:
+        return replace(call, arguments={}, error=call.error or str(error))
+    return call

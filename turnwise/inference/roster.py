@@ -1,0 +1,166 @@
+"""Which requests wait, which run, and in which slot.
+
+Owns: :class:`Roster`: admission (with prefixes taken over, and waiting for a prompt that another request reads), the
+end of a request, and its way back into the queue when it loses its memory. Refuses: what a step runs (``engine.py``)
+and where keys and values lie (``kv.py``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.inference.generation import Generation, Output
+from turnwise.inference.kv import KVCache
+from turnwise.inference.slots import WORTH_SHARING, Found, Prefixes, SlotTable
+from turnwise.inference.steps import arrange
+from turnwise.types import FinishReason
+
+
+class Roster:
+    """Requests by slot, and those without one.
+
+    Attributes:
+        running: int64: slots that run, as :func:`~turnwise.inference.steps.arrange` orders them after :meth:`admit`.
+        waiting: Requests without a slot, in their order of arrival.
+        watched: Slots whose ids are looked at one by one (stop strings, streams).
+        table: How each slot samples, and what.
+    """
+
+    def __init__(
+        self, cache: KVCache, *, max_seqs: int, max_context: int, eos_ids: tuple[int, ...], prefix_cache: bool
+    ) -> None:
+        slots, width = cache.ids.shape
+        self.running: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.waiting: deque[Generation] = deque()
+        self.watched: set[int] = set()
+        self.table = SlotTable(slots, width)
+        self._cache = cache
+        self._prefixes = Prefixes(cache)
+        self._generations: list[Generation | None] = [None] * slots
+        self._max_seqs = max_seqs
+        self._max_context = max_context
+        self._eos_ids = eos_ids
+        self._prefix_cache = prefix_cache
+        self._arrivals = 0
+
+    def add(self, generation: Generation) -> None:
+        """Queue a request."""
+        self._arrivals += 1
+        generation.order = self._arrivals
+        self.waiting.append(generation)
+
+    def occupant(self, slot: int) -> Generation:
+        """Return the request that runs in a slot."""
+        generation = self._generations[slot]
+        if generation is None:
+            raise RuntimeError(f"slot {slot} runs without a request")
+        return generation
+
+    def runs(self, slot: int) -> bool:
+        """Return whether a request runs in this slot."""
+        return self._generations[slot] is not None
+
+    def admit(self) -> int:
+        """Give slots to requests that wait, as far as there is room; returns how many tokens were taken over."""
+        held: list[Generation] = []
+        admitted: list[int] = []
+        reused = 0
+        while self.waiting and len(self.running) + len(admitted) < self._max_seqs:
+            generation = self.waiting.popleft()
+            if self._leader_reads(generation):
+                held.append(generation)
+                continue
+            found = Found()
+            if self._prefix_cache:
+                found = self._prefixes.find(generation.tokens, generation.session_id)
+            if found.wait_for is not None:
+                generation.leader = (found.wait_for, self.occupant(found.wait_for).id, found.tokens)
+                held.append(generation)
+                continue
+            alone = not len(self.running) and not admitted
+            placed = self._prefixes.place(generation.tokens, found, alone=alone)
+            if placed is None:
+                self.waiting.appendleft(generation)
+                break
+            slot, shared = placed
+            reused += shared
+            self._occupy(slot, generation)
+            admitted.append(slot)
+        self.waiting.extendleft(reversed(held))
+        if admitted:
+            joined = np.concatenate([self.running, np.asarray(admitted, dtype=np.int64)])
+            self.running = arrange(self._cache, joined)
+        return reused
+
+    def end(self, ids: Iterable[str] | None, reason: FinishReason) -> list[Output]:
+        """End requests (None: all), running or waiting, with what they have. Unknown ids are ignored."""
+        wanted = None if ids is None else set(ids)
+        ended = [slot for slot in self.running.tolist() if wanted is None or self.occupant(slot).id in wanted]
+        outputs = [self.finish(slot, reason, None) for slot in ended]
+        kept: deque[Generation] = deque()
+        for generation in self.waiting:
+            if wanted is None or generation.id in wanted:
+                outputs.append(generation.output(reason, None))
+            else:
+                kept.append(generation)
+        self.waiting = kept
+        return outputs
+
+    def finish(self, slot: int, reason: FinishReason, stop_reason: int | str | None) -> Output:
+        """End the request of a slot; its keys and values stay as a prefix unless they are not finite."""
+        generation = self.save(slot)
+        self._vacate(slot, retain=reason != "error" and self._prefix_cache, poisoned=reason == "error")
+        return generation.output(reason, stop_reason)
+
+    def requeue(self, slot: int) -> None:
+        """Take a sequence's memory; it waits, in its order of arrival, to be read again with what it has."""
+        generation = self.save(slot)
+        self._vacate(slot, retain=False, poisoned=False)
+        generation.leader = None
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].order < generation.order:
+            place += 1
+        self.waiting.insert(place, generation)
+
+    def save(self, slot: int) -> Generation:
+        """Bring the tokens and log-probabilities of a slot's request up to date; returns the request."""
+        generation = self.occupant(slot)
+        length, start = int(self._cache.length[slot]), len(generation.prompt)
+        generation.tokens = self._cache.ids[slot, :length].copy()
+        generation.logprobs = self.table.logprobs(slot, start, length)
+        return generation
+
+    def _leader_reads(self, generation: Generation) -> bool:
+        """Whether the prompt that a request waits for is still being read."""
+        if generation.leader is None:
+            return False
+        slot, request, tokens = generation.leader
+        leader = self._generations[slot]
+        if leader is not None and leader.id == request and self._cache.cached[slot] < tokens:
+            return True
+        generation.leader = None
+        return False
+
+    def _occupy(self, slot: int, generation: Generation) -> None:
+        self._generations[slot] = generation
+        if generation.cached < 0:
+            generation.cached = int(self._cache.cached[slot])
+        self.table.occupy(slot, generation, eos_ids=self._eos_ids, max_context=self._max_context)
+        self._prefixes.remember(slot, generation.session_id)
+        if generation.stream or generation.stops is not None:
+            self.watched.add(slot)
+
+    def _vacate(self, slot: int, *, retain: bool, poisoned: bool) -> None:
+        self._generations[slot] = None
+        self.watched.discard(slot)
+        self.running = self.running[self.running != slot]
+        if retain and self._cache.cached[slot] >= WORTH_SHARING:
+            # What stands beyond the cached tokens cannot be shared: one id that was sampled last.
+            self._cache.retain(slot)
+            return
+        self._prefixes.remember(slot, "")
+        self._cache.release(slot, poisoned=poisoned)
