@@ -1,39 +1,25 @@
 """From YAML files and ``key=value`` overrides to a checked pydantic model, and back.
 
-Owns: reading, merging, the wording of every problem (all of them at once) and :data:`ConfigPath`. Refuses: knowing
-any section; each package owns its own pydantic class. YAML is read by the rules of YAML 1.2: ``1e-4`` is a number,
-``no`` and ``on`` are text.
+Owns: reading, merging, checking (every problem at once, worded by :mod:`turnwise.config_problems`), :data:`ConfigPath`,
+:data:`ConfigReference` and :data:`ConfigSource`. Refuses: knowing any section; each package owns its own pydantic
+class. YAML is read by the rules of YAML 1.2: ``1e-4`` is a number, ``no`` and ``on`` are text.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
-from pydantic_core import ErrorDetails, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
-from turnwise.errors import ConfigError
-from turnwise.references import load_class_from_fqn, load_object
-
-__all__ = [
-    "ConfigPath",
-    "ConfigReference",
-    "dump_config",
-    "load_class_from_fqn",
-    "load_config",
-    "load_object",
-    "parse_overrides",
-]
+from turnwise.config_problems import Keys, report_problems
+from turnwise.errors import ConfigError, shown
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-_Key: TypeAlias = "str | int"
-_Keys: TypeAlias = tuple[_Key, ...]
 
 
 class _Located(str):
@@ -72,7 +58,7 @@ ConfigPath = Annotated[Path, _RESOLVE, PlainSerializer(lambda path: str(path.abs
 or in Python. Absolute once it is loaded."""
 
 
-def _resolve_reference(value: Any) -> Any:
+def _resolve_from(value: Any, *, names: bool) -> Any:
     if not isinstance(value, (str, Path)):
         return value
     text = str(value)
@@ -80,14 +66,17 @@ def _resolve_reference(value: Any) -> Any:
     for end in sorted({len(text), *(mark.start() for mark in re.finditer("[:?]", text))}, reverse=True):
         file = Path(text[:end]).expanduser()
         # A registered name stays one, also where a folder of that name stands about.
-        if (file.suffix or "/" in text[:end]) and (base / file).exists():
+        if end and not (names and not file.suffix and "/" not in text[:end]) and (base / file).exists():
             return f"{base / file}{text[end:]}"
     return text
 
 
-ConfigReference = Annotated[str, BeforeValidator(_resolve_reference)]
+ConfigReference = Annotated[str, BeforeValidator(lambda value: _resolve_from(value, names=True))]
 """Text that may begin with a file: ``tasks.jsonl``, ``env.py:Class``, ``tasks.py:make?n=3``. A file that exists is made
 absolute as in :data:`ConfigPath`; anything else (a registered name, ``pkg.mod:Class``) stays as it is."""
+
+ConfigSource = Annotated[str, BeforeValidator(lambda value: _resolve_from(value, names=False))]
+"""As :data:`ConfigReference`, where no name is registered: a folder is one however it is called (``tasks: rows``)."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -175,7 +164,7 @@ def load_config(
     """
     files = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
     data: dict[str, Any] = _Located.wrap(dict(defaults or {}), Path.cwd())
-    origins: dict[_Keys, str] = {}
+    origins: dict[Keys, str] = {}
     for file in files:
         source = Path(file)
         content, lines = _read_yaml(source)
@@ -186,7 +175,7 @@ def load_config(
     try:
         loaded = model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_report(model, data, origins, error.errors(include_url=False))) from None
+        raise ConfigError(report_problems(model, data, origins, error.errors(include_url=False))) from None
     _settle(loaded)
     return loaded
 
@@ -211,7 +200,7 @@ def dump_config(config: BaseModel) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[_Keys, str]]:
+def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -234,11 +223,11 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[_Keys, str]]:
     if content is None:
         return {}, {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: holds {_shown(content)}; a config file holds 'key: value' pairs")
+        raise ConfigError(f"{file}: holds {shown(content)}; a config file holds 'key: value' pairs")
     return content, dict(_lines(node, file, ()))
 
 
-def _lines(node: yaml.Node | None, file: Path, keys: _Keys) -> Iterator[tuple[_Keys, str]]:
+def _lines(node: yaml.Node | None, file: Path, keys: Keys) -> Iterator[tuple[Keys, str]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield (*keys, key.value), f"{file.name}:{key.start_mark.line + 1}"
@@ -257,7 +246,7 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _override(data: dict[str, Any], text: str, origins: dict[_Keys, str]) -> None:
+def _override(data: dict[str, Any], text: str, origins: dict[Keys, str]) -> None:
     dotted, equals, written = text.partition("=")
     names = [name for name in re.split(r"\.|\[(?=\d+\])|\](?=\.|\[|$)", dotted.strip()) if name]
     if not equals or not names:
@@ -267,7 +256,7 @@ def _override(data: dict[str, Any], text: str, origins: dict[_Keys, str]) -> Non
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of the override {text!r} is not YAML: {error}") from error
     place: Any = data
-    keys: list[_Key] = []
+    keys: list[str | int] = []
     for position, name in enumerate(names):
         key = _key_into(place, name, ".".join(str(known) for known in keys), text)
         keys.append(key)
@@ -295,7 +284,7 @@ def _key_into(place: Any, name: str, path: str, text: str) -> Any:
             raise ConfigError(f"the override {text!r} counts into {path}, where no list stands: give the whole list")
         return name
     if not isinstance(place, list):
-        raise ConfigError(f"the override {text!r} goes into {path}, which is {_shown(place)}: no section stands there")
+        raise ConfigError(f"the override {text!r} goes into {path}, which is {shown(place)}: no section stands there")
     if not name.isdigit() or int(name) > len(place):
         end = len(place)
         raise ConfigError(f"the override {text!r} goes into {path} at {name!r}; allowed: 0 to {end} ({end} appends)")
@@ -319,126 +308,3 @@ def _settle(value: Any) -> Any:
     elif isinstance(value, list):
         value[:] = [_settle(item) for item in value]
     return value
-
-
-@dataclass(slots=True)
-class _Problem:
-    """What is wrong at one place; several alternatives of a union are one problem."""
-
-    value: Any
-    unknown: bool
-    missing: bool
-    allowed: list[str]
-
-
-def _report(model: type[BaseModel], data: Any, origins: Mapping[_Keys, str], errors: Sequence[ErrorDetails]) -> str:
-    problems: dict[_Keys, _Problem] = {}
-    for error in errors:
-        kind = error["type"]
-        keys = _path_in(data, error["loc"], kind)
-        problem = problems.setdefault(keys, _Problem(error["input"], kind == "extra_forbidden", kind == "missing", []))
-        if (text := _allowed(error)) not in problem.allowed:
-            problem.allowed.append(text)
-    lines = [_line(model, keys, problem, origins) for keys, problem in problems.items()]
-    if len(lines) == 1:
-        return lines[0]
-    return f"{len(lines)} problems in the configuration:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-def _path_in(data: Any, loc: tuple[_Key, ...], kind: str) -> _Keys:
-    """Return ``loc`` without the labels that pydantic puts in for members of a union."""
-    keys: list[_Key] = []
-    for position, key in enumerate(loc):
-        if isinstance(data, dict) and (key in data or (kind == "missing" and position == len(loc) - 1)):
-            data = data.get(key)
-        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
-            data = data[key]
-        else:
-            continue
-        keys.append(key)
-    return tuple(keys)
-
-
-def _line(model: type[BaseModel], keys: _Keys, problem: _Problem, origins: Mapping[_Keys, str]) -> str:
-    path = ".".join(str(key) for key in keys) or "the configuration"
-    origin = next((origins[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in origins), None)
-    head = f"{path} ({origin})" if origin and not problem.missing else path
-    if problem.missing:
-        return f"{head}: missing; it is required{_meaning(model, keys)}"
-    if problem.unknown:
-        return f"{head}: unknown key, value {_shown(problem.value)}; {_nearest(model, keys)}"
-    return f"{head}: {_shown(problem.value)} is not allowed; allowed: {' or '.join(problem.allowed)}"
-
-
-_TEXTS = {
-    "int_parsing": "an integer", "int_type": "an integer", "int_from_float": "an integer (no fraction)",
-    "float_parsing": "a number", "float_type": "a number", "finite_number": "a finite number",
-    "bool_parsing": "true or false", "bool_type": "true or false",
-    "string_type": "text (put it in quotes)", "list_type": "a list", "tuple_type": "a list", "set_type": "a list",
-    "dict_type": "a section of 'key: value' pairs", "model_type": "a section of 'key: value' pairs",
-    "model_attributes_type": "a section of 'key: value' pairs", "path_type": "a path", "none_required": "null",
-    "greater_than": "more than {gt}", "greater_than_equal": "at least {ge}", "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}", "multiple_of": "a multiple of {multiple_of}", "literal_error": "{expected}",
-    "enum": "{expected}", "too_short": "at least {min_length} items", "too_long": "at most {max_length} items",
-    "string_too_short": "text of at least {min_length} characters", "value_error": "{error}",
-    "string_too_long": "text of at most {max_length} characters", "assertion_error": "{error}",
-    "string_pattern_mismatch": "text that matches {pattern}",
-    "union_tag_invalid": "{discriminator} of {expected_tags}",
-    "union_tag_not_found": "a section with the key {discriminator}",
-}  # fmt: skip
-
-
-def _allowed(error: ErrorDetails) -> str:
-    template = _TEXTS.get(error["type"])
-    return error["msg"] if template is None else template.format_map(error.get("ctx", {}))
-
-
-def _models_at(model: type[BaseModel], keys: _Keys) -> list[type[BaseModel]]:
-    """Return the classes that may stand at a path (several where a union does)."""
-    found = [model]
-    for key in keys:
-        inner = [cls.model_fields[key].annotation for cls in found if isinstance(key, str) and key in cls.model_fields]
-        if inner or not isinstance(key, int):
-            found = [cls for annotation in inner for cls in _models_in(annotation)]
-    return found
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [cls for inner in get_args(annotation) for cls in _models_in(inner)]
-
-
-def _meaning(model: type[BaseModel], keys: _Keys) -> str:
-    for cls in _models_at(model, keys[:-1]):
-        field = cls.model_fields.get(str(keys[-1]))
-        if field is not None and field.description:
-            return f" ({field.description})"
-    return ""
-
-
-def _nearest(model: type[BaseModel], keys: _Keys) -> str:
-    parents = _models_at(model, keys[:-1])
-    known = list(dict.fromkeys(name for cls in parents for name in cls.model_fields))
-    prefix, name = "".join(f"{key}." for key in keys[:-1]), str(keys[-1])
-    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        return f"did you mean {prefix}{close[0]}?"
-    everywhere = dict(_all_keys(model, "", ()))
-    if name in everywhere:
-        return f"did you mean {everywhere[name]}?"
-    if close := difflib.get_close_matches(name, everywhere, n=1, cutoff=0.75):
-        return f"did you mean {everywhere[close[0]]}?"
-    return f"known keys here: {', '.join(known) or 'none'}"
-
-
-def _all_keys(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[tuple[str, str]]:
-    for name, field in model.model_fields.items():
-        inner = [cls for cls in _models_in(field.annotation) if cls not in above]
-        for cls in inner:
-            yield from _all_keys(cls, f"{prefix}{name}.", (*above, model))
-        yield name, f"{prefix}{name}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(str(value) if isinstance(value, str) else value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

@@ -1,7 +1,7 @@
 """One class per boundary that an error can cross.
 
-Owns: the error tree. An error is raised where something went wrong, and caught once: a
-:class:`ToolError` is answered to the model by the tool layer, everything else becomes data in
+Owns: the error tree, and :func:`shown`, how a message quotes a value. An error is raised where something went wrong,
+and caught once: a :class:`ToolError` is answered to the model by the tool layer, everything else becomes data in
 ``rollout/runner.py`` or ends the process with its message.
 """
 
@@ -103,3 +103,13 @@ class FormatError(TurnwiseError):
 
 class AuditError(TurnwiseError):
     """What a run left on disk contradicts an invariant."""
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Return a value as an error message quotes it: its ``repr``, cut in the middle to at most ``limit`` characters."""
+    # A subclass of str (a text that knows its file, an enum's member) is quoted as the text that its writer knows.
+    text = repr(str(value) if isinstance(value, str) else value)
+    if len(text) <= limit:
+        return text
+    tail = limit // 4
+    return f"{text[: limit - tail - 3]}...{text[-tail:]}"

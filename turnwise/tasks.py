@@ -1,25 +1,22 @@
-"""Tasks: the rows of a dataset, wherever they come from, and the seeds that are drawn from them.
+"""Tasks: the rows of a dataset, wherever they come from.
 
-Owns: :class:`Task`, :func:`load_tasks` (jsonl, parquet, Hugging Face datasets on disk, Python generators) and
-:func:`stable_hash`. Refuses: downloading anything, shuffling, and guessing: a row that cannot be read is an error
-that names file, row and field.
+Owns: :class:`Task` and :func:`load_tasks` (jsonl, parquet, Hugging Face datasets on disk, Python generators). Refuses:
+downloading anything, shuffling, and guessing: a row that cannot be read is an error that names file, row and field.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, cast, get_args
 from urllib.parse import parse_qsl
 
 import orjson
 
-from turnwise.errors import ConfigError, MissingExtraError, TaskError
+from turnwise.errors import ConfigError, MissingExtraError, TaskError, shown
 from turnwise.references import load_object
 from turnwise.types import Message, Role, ToolCall
 
@@ -105,14 +102,14 @@ def _id(value: Any, default: str | None, where: str) -> str:
             raise TaskError(f"{where}: field 'id' is missing: give every task a text that names it")
         return default
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise TaskError(f"{where}: field 'id' is {_shown(value)}: it must be a text or an integer")
+        raise TaskError(f"{where}: field 'id' is {shown(value)}: it must be a text or an integer")
     return str(value)
 
 
 def _data(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     value = record.get("data")
     if value is not None and not isinstance(value, Mapping):
-        raise TaskError(f"{where}: field 'data' is {_shown(value)}: it must be an object (or be left out)")
+        raise TaskError(f"{where}: field 'data' is {shown(value)}: it must be an object (or be left out)")
     data = dict(value or {})
     for key, column in record.items():
         if not isinstance(key, str):
@@ -130,7 +127,7 @@ def _name(record: Mapping[str, Any], key: str, where: str) -> str | None:
     if value is None or value == "":
         return None
     if not isinstance(value, str):
-        raise TaskError(f"{where}: field {key!r} is {_shown(value)}: it must be a registered name or pkg.module:Class")
+        raise TaskError(f"{where}: field {key!r} is {shown(value)}: it must be a registered name or pkg.module:Class")
     return value
 
 
@@ -144,23 +141,23 @@ def _prompt(record: Mapping[str, Any], where: str) -> str | list[Message]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, (list, tuple)) or not prompt:
-        raise TaskError(f"{where}: field 'prompt' is {_shown(prompt)}: it must be a text or a list of messages")
+        raise TaskError(f"{where}: field 'prompt' is {shown(prompt)}: it must be a text or a list of messages")
     return [_message(each, f"{where}: field 'prompt[{index}]'") for index, each in enumerate(prompt)]
 
 
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, Mapping):
-        raise TaskError(f"{where} is {_shown(value)}: a message is an object with 'role' and 'content'")
+        raise TaskError(f"{where} is {shown(value)}: a message is an object with 'role' and 'content'")
     if value.get("role") not in _ROLES:
-        raise TaskError(f"{where}.role is {_shown(value.get('role'))}: allowed are {', '.join(sorted(_ROLES))}")
+        raise TaskError(f"{where}.role is {shown(value.get('role'))}: allowed are {', '.join(sorted(_ROLES))}")
     content = value.get("content")
     if content is not None and not isinstance(content, (str, list)):
-        raise TaskError(f"{where}.content is {_shown(content)}: it must be a text or a list of parts")
+        raise TaskError(f"{where}.content is {shown(content)}: it must be a text or a list of parts")
     # Columnar files write every field that any row has: a null says no more than its absence.
     message = {key: item for key, item in value.items() if item is not None or key == "content"}
     if message.get("tool_calls"):
         if not isinstance(value["tool_calls"], (list, tuple)):
-            raise TaskError(f"{where}.tool_calls is {_shown(value['tool_calls'])}: it must be a list of calls")
+            raise TaskError(f"{where}.tool_calls is {shown(value['tool_calls'])}: it must be a list of calls")
         message["tool_calls"] = [_call(each, f"{where}.tool_calls[{n}]") for n, each in enumerate(value["tool_calls"])]
     return cast("Message", message)
 
@@ -171,7 +168,7 @@ def _call(value: Any, where: str) -> ToolCall:
     known = isinstance(value, Mapping) and set(value) <= _CALL_FIELDS
     if not known or not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), Mapping):
         raise TaskError(
-            f'{where} is {_shown(value)}: write {{"id": text, "name": text, "arguments": object}}, '
+            f'{where} is {shown(value)}: write {{"id": text, "name": text, "arguments": object}}, '
             "with the arguments as an object and not as JSON text"
         )
     return ToolCall(
@@ -366,41 +363,3 @@ def _iterated(rows: Iterable[Task | Mapping[str, Any]], name: str) -> Iterator[_
 
 def _kind(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def stable_hash(*parts: str | bytes | int | float | bool | None) -> int:
-    """Return a 63-bit hash that is the same in every process, on every machine and in every version.
-
-    All seeds are drawn with it. Each part is encoded as its type, its length and its bytes, so neither
-    ``("ab", "c")`` and ``("a", "bc")`` nor ``1`` and ``"1"`` are confused; the digest is BLAKE2b (RFC 7693).
-
-    Raises:
-        TypeError: A part is of another type.
-    """
-    digest = blake2b(digest_size=8)
-    for part in parts:
-        kind, payload = _encoded(part)
-        digest.update(struct.pack("<cQ", kind, len(payload)))
-        digest.update(payload)
-    return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def _encoded(part: Any) -> tuple[bytes, bytes]:
-    if isinstance(part, str):
-        return b"s", part.encode("utf-8", "surrogatepass")
-    if isinstance(part, bytes):
-        return b"b", part
-    if part is None:
-        return b"n", b""
-    if isinstance(part, bool):
-        return b"t", bytes([part])
-    if isinstance(part, int):
-        return b"i", f"{part:x}".encode()
-    if isinstance(part, float):
-        return b"f", struct.pack("<d", part)
-    raise TypeError(f"stable_hash takes str, bytes, int, float, bool and None, not {type(part).__name__}")

@@ -15,10 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from turnwise.config import (
     ConfigPath,
     ConfigReference,
+    ConfigSource,
     dump_config,
-    load_class_from_fqn,
     load_config,
-    load_object,
     parse_overrides,
 )
 from turnwise.errors import ConfigError
@@ -243,6 +242,16 @@ def test_a_file_in_a_reference_counts_from_the_file_that_says_it(tmp_path: Path,
     assert "tasks" in problem(Source, overrides=["tasks=3"])
 
 
+def test_a_source_may_be_a_folder_of_any_name(tmp_path: Path) -> None:
+    class Where(Strict):
+        tasks: ConfigSource
+
+    (tmp_path / "rows").mkdir()
+    assert load_config(Where, write(tmp_path, "tasks: rows\n")).tasks == f"{tmp_path}/rows"
+    for other in ("pkg.mod:make?n=1", "other", ":", ""):
+        assert load_config(Where, write(tmp_path, f"tasks: '{other}'\n")).tasks == other
+
+
 def test_free_sections_hold_plain_text(tmp_path: Path) -> None:
     file = write(tmp_path, "custom: {a: x, b: [y, {c: z}]}\n")
     custom = load_config(Config, file).custom
@@ -310,50 +319,3 @@ def test_a_dumped_config_means_the_same_elsewhere(tmp_path: Path, monkeypatch: p
 def test_no_override_raises_anything_but_a_config_error(overrides: list[str]) -> None:
     with contextlib.suppress(ConfigError):
         load_config(Config, overrides=overrides)
-
-
-@pytest.mark.parametrize("reference", ["collections:OrderedDict", "collections.OrderedDict"])
-def test_a_class_is_found_by_either_form(reference: str) -> None:
-    import collections
-
-    assert load_class_from_fqn(reference, "thing") is collections.OrderedDict
-
-
-def test_a_class_is_found_in_a_file_and_only_loaded_once(tmp_path: Path) -> None:
-    file = write(tmp_path, "class Outer:\n    class Inner:\n        pass\n", "mine.py")
-    found = load_class_from_fqn(f"{file}:Outer", "env")
-    assert found is load_class_from_fqn(f"{file}:Outer", "env")
-    assert load_object(f"{file}:Outer.Inner", "env") is found.Inner
-
-
-@pytest.mark.parametrize(
-    ("reference", "parts"),
-    [
-        ("Lonely", ["env 'Lonely'", "pkg.mod:Name"]),
-        ("file.py", ["pkg.mod:Name"]),
-        (":X", ["pkg.mod:Name"]),
-        ("no_such_pkg.mod:X", ["no module 'no_such_pkg'"]),
-        ("collections.nope:X", ["no module 'collections.nope'"]),
-        ("collections:OrderdDict", ["collections has no 'OrderdDict'", "did you mean 'OrderedDict'"]),
-        ("collections:namedtuple", ["function", "not a class"]),
-        ("/no/such/file.py:X", ["there is no file /no/such/file.py"]),
-    ],
-)
-def test_a_wrong_reference_says_what_is_wrong(reference: str, parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_class_from_fqn(reference, "env")
-    for part in parts:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [("import no_such_thing\n", "no_such_thing"), ("x = 1 / 0\n", "ZeroDivisionError"), ("def (\n", "SyntaxError")],
-)
-def test_a_file_that_cannot_run_is_named_and_tried_again(tmp_path: Path, text: str, part: str) -> None:
-    file = write(tmp_path, text, "broken.py")
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=part):
-            load_object(f"{file}:X", "env")
-    write(tmp_path, "X = 1\n", "broken.py")
-    assert load_object(f"{file}:X", "env") == 1

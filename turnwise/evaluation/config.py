@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from turnwise.config import ConfigPath, ConfigReference
+from turnwise.config import ConfigPath, ConfigSource
 from turnwise.errors import ConfigError
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.core import Renderer
@@ -32,7 +32,7 @@ class EvalPlan(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tasks: ConfigReference = Field(min_length=1, description="a file of tasks, or pkg.module:function")
+    tasks: ConfigSource = Field(min_length=1, description="a file of tasks, or pkg.module:function")
     limit: PositiveInt | None = None
     samples: Count = 4
     greedy: bool = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -81,10 +81,7 @@ class EpisodeRow:
         return {name: getattr(self, name) for name in _ROW_FIELDS}
 
 
-_ROW_FIELDS = (
-    "task_id", "group_id", "episode_id", "reward", "rewards", "success", "turns", "tool_calls", "tool_errors",
-    "sampled_tokens", "forks", "stop_reason", "error",
-)  # fmt: skip
+_ROW_FIELDS = tuple(each.name for each in fields(EpisodeRow))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Runs an environment's tasks against a model, with the code that training rolls out with.
 
-Owns: :func:`evaluate` (with a producer that stands, as the trainer has one) and :func:`run_eval` (``turnwise
-eval``: everything from a checkpoint or a server's address to a summary on disk). Evaluation resets environments
-with run seed 0 and epoch 0, so every evaluation of a task begins from the same state.
+Owns: :func:`evaluate`, with a producer that stands, as the trainer has one. Refuses: starting and stopping anything
+(:func:`turnwise.evaluation.standalone.run_eval`). Evaluation resets environments with run seed 0 and epoch 0, so every
+evaluation of a task begins from the same state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ async def evaluate(
         on_group: Called with each group when it ends.
 
     Raises:
-        TaskError: The tasks cannot be loaded, or there are none.
+        TaskError: The tasks cannot be loaded.
+        ConfigError: There are none.
     """
     started = time.monotonic()
     tasks = load_eval_tasks(plan) if tasks is None else tasks

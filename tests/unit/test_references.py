@@ -1,0 +1,62 @@
+"""References such as ``pkg.mod:Class``: every form is found, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import pytest
+
+from turnwise.errors import ConfigError
+from turnwise.references import load_class_from_fqn, load_object
+
+
+def write(folder: Path, text: str, name: str) -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("reference", ["collections:OrderedDict", "collections.OrderedDict"])
+def test_a_class_is_found_by_either_form(reference: str) -> None:
+    assert load_class_from_fqn(reference, "thing") is collections.OrderedDict
+
+
+def test_a_class_is_found_in_a_file_and_only_loaded_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "class Outer:\n    class Inner:\n        pass\n", "mine.py")
+    found = load_class_from_fqn(f"{file}:Outer", "env")
+    assert found is load_class_from_fqn(f"{file}:Outer", "env")
+    assert load_object(f"{file}:Outer.Inner", "env") is found.Inner
+
+
+@pytest.mark.parametrize(
+    ("reference", "parts"),
+    [
+        ("Lonely", ["env 'Lonely'", "pkg.mod:Name"]),
+        ("file.py", ["pkg.mod:Name"]),
+        (":X", ["pkg.mod:Name"]),
+        ("no_such_pkg.mod:X", ["no module 'no_such_pkg'"]),
+        ("collections.nope:X", ["no module 'collections.nope'"]),
+        ("collections:OrderdDict", ["collections has no 'OrderdDict'", "did you mean 'OrderedDict'"]),
+        ("collections:namedtuple", ["function", "not a class"]),
+        ("/no/such/file.py:X", ["there is no file /no/such/file.py"]),
+    ],
+)
+def test_a_wrong_reference_says_what_is_wrong(reference: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_class_from_fqn(reference, "env")
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("import no_such_thing\n", "no_such_thing"), ("x = 1 / 0\n", "ZeroDivisionError"), ("def (\n", "SyntaxError")],
+)
+def test_a_file_that_cannot_run_is_named_and_tried_again(tmp_path: Path, text: str, part: str) -> None:
+    file = write(tmp_path, text, "broken.py")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=part):
+            load_object(f"{file}:X", "env")
+    write(tmp_path, "X = 1\n", "broken.py")
+    assert load_object(f"{file}:X", "env") == 1
