@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -182,10 +182,7 @@ class Trajectory:
             raise FormatError(f"trajectory record {record.get('id')!r} is malformed: {error!r}") from error
 
 
-_TRAJECTORY_FIELDS = (
-    "id", "episode_id", "group_id", "task_id", "agent", "policy", "rewards", "stop_reason", "error", "metrics",
-    "partition", "attempt", "seed", "schema_version",
-)  # fmt: skip
+_TRAJECTORY_FIELDS = tuple(each.name for each in fields(Trajectory) if each.name != "segments")
 
 
 def _segment_record(segment: Segment) -> dict[str, Any]:

@@ -6,6 +6,7 @@ catching errors and making trajectories; that is ``rollout/runner.py``.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import math
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from turnwise.tasks import Task
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
-    from turnwise.tools.core import ToolResponse
+    from turnwise.tools.response import ToolResponse
 
 OpenSession = Callable[[str, str], Session]
 
@@ -142,7 +143,13 @@ class Episode:
         """
         if self.ended:
             raise AgentError("episode.step was called after the episode ended: stop when a step says so")
-        result: StepResult = await self._invoke("step", message)
+        try:
+            result: StepResult = await self._invoke("step", message)
+        except asyncio.CancelledError:
+            if self._env.scoring is not None:
+                # The message was the answer and is being judged: what interrupts that does not change how it ended.
+                self.ended, self.final = True, message
+            raise
         info = result.info
         turn = message.get("turn_id")
         named = info.get("rewards") or ({"step": result.reward} if result.reward else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
@@ -21,6 +20,8 @@ def command(
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one call may take.")] = 30.0,
 ) -> None:
     """Play short episodes and report where an environment breaks the contract; exit 1 if it does."""
+    import asyncio
+
     from rich.console import Console
     from rich.text import Text
 

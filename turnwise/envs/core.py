@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
-from turnwise.errors import EnvError, ToolSchemaError, TurnwiseError
+from turnwise.errors import EnvError, ToolSchemaError, TurnwiseError, shown
 from turnwise.tasks import Task
 from turnwise.tools.core import FunctionTool, Tool, as_tool
 from turnwise.tools.threads import ToolThreads, default_threads
@@ -65,6 +65,8 @@ class Env:
         executor: Where threads come from; the runner sets it.
         lost_thread: Whether a tool or a method that was given up still runs in its thread: the environment must not
             be used any further.
+        scoring: A scoring that began and whose result nobody has taken; kept here, since who waits for it may be
+            cancelled, and ``score`` runs once.
     """
 
     tools: Sequence[Any] = ()
@@ -72,6 +74,7 @@ class Env:
     score_range: ClassVar[tuple[float, float] | None] = None
     executor: Executor | None = None
     lost_thread: bool = False
+    scoring: asyncio.Future[dict[str, float]] | None = None
     tool_methods: ClassVar[dict[str, FunctionTool]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -175,18 +178,16 @@ def as_messages(observation: Any) -> list[Message]:
     if isinstance(observation, Mapping):
         observation = [observation]
     if not isinstance(observation, (list, tuple)):
-        raise EnvError(f"an observation is a text or a list of messages, not {_shown(observation)}")
+        raise EnvError(f"an observation is a text or a list of messages, not {shown(observation)}")
     for index, message in enumerate(observation):
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
             raise EnvError(
-                f"observation[{index}] is {_shown(message)}: a message is a dict whose 'role' is one of "
+                f"observation[{index}] is {shown(message)}: a message is a dict whose 'role' is one of "
                 f"{', '.join(sorted(_ROLES))}"
             )
         content = message.get("content")
         if content is not None and not isinstance(content, (str, list)):
-            raise EnvError(
-                f"observation[{index}]['content'] is {_shown(content)}: it must be a text or a list of parts"
-            )
+            raise EnvError(f"observation[{index}]['content'] is {shown(content)}: it must be a text or a list of parts")
     return cast("list[Message]", list(observation))
 
 
@@ -211,18 +212,56 @@ async def invoke(env: Env, method: str, *args: Any, executor: Executor | None = 
     if executor is not None:
         env.executor = executor
     if method == "close":
-        try:
-            return await _call(env, method, args, kwargs)
-        finally:
-            await env.release()
-    result = await _call(env, method, args, kwargs)
-    if method == "step":
-        return check_step(result, env)
-    if method == "reset":
-        return check_reset(result, env)
+        return await _close(env, args, kwargs)
     if method == "score":
-        return {**check_score(result, env), **await env.extra_rewards()}
-    return result
+        return await _score_once(env, args, kwargs)
+    if method == "reset":
+        drop_scoring(env)
+        return check_reset(await _call(env, method, args, kwargs), env)
+    result = await _call(env, method, args, kwargs)
+    return check_step(result, env) if method == "step" else result
+
+
+async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given_up = drop_scoring(env)
+    try:
+        try:
+            if given_up is not None:
+                await asyncio.wait([given_up])
+        finally:
+            result = await _call(env, "close", args, kwargs)
+        return result
+    finally:
+        await env.release()
+
+
+async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+    """Score, or wait for the scoring that a time limit interrupted in a step: it goes on, and what it says counts."""
+    if env.scoring is None:
+        env.scoring = asyncio.ensure_future(_score(env, args, kwargs))
+    scoring = env.scoring
+    # Not awaited itself: cancelling who waits would cancel what is to run exactly once.
+    await asyncio.wait([scoring])
+    env.scoring = None
+    return scoring.result()
+
+
+async def _score(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+    result = await _call(env, "score", args, kwargs)
+    return {**check_score(result, env), **await env.extra_rewards()}
+
+
+def drop_scoring(env: Env) -> asyncio.Future[dict[str, float]] | None:
+    """Cancel a scoring that nobody waits for any more, and return it where it still runs."""
+    scoring, env.scoring = env.scoring, None
+    if scoring is None:
+        return None
+    if scoring.done():
+        # Taken notice of: an error that nobody asked for would be reported when it is collected.
+        _ = scoring.cancelled() or scoring.exception()
+        return None
+    scoring.cancel()
+    return scoring
 
 
 async def _call(env: Env, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,10 +310,10 @@ def check_reset(result: Any, env: Env) -> tuple[list[Message], dict[str, Any]]:
     """Return what ``reset`` returned, with its observation as messages. Raises EnvError where it broke its contract."""
     name = type(env).__qualname__
     if not isinstance(result, tuple) or len(result) != 2:
-        raise EnvError(f"{name}.reset returned {_shown(result)}: it must return (observation, info)")
+        raise EnvError(f"{name}.reset returned {shown(result)}: it must return (observation, info)")
     observation, info = result
     if not isinstance(info, dict):
-        raise EnvError(f"{name}.reset returned the info {_shown(info)}: it must be a dict")
+        raise EnvError(f"{name}.reset returned the info {shown(info)}: it must be a dict")
     return _named_messages(observation, f"{name}.reset"), info
 
 
@@ -283,7 +322,7 @@ def check_step(result: Any, env: Env) -> StepResult:
     where = f"{type(env).__qualname__}.step"
     if not isinstance(result, tuple) or len(result) != 5:
         raise EnvError(
-            f"{where} returned {_shown(result)}: it must return StepResult(observation, reward, terminated, truncated, "
+            f"{where} returned {shown(result)}: it must return StepResult(observation, reward, terminated, truncated, "
             "info)"
         )
     observation, reward, terminated, truncated, info = result
@@ -292,7 +331,7 @@ def check_step(result: Any, env: Env) -> StepResult:
         if isinstance(flag, (int, float, str)) and not isinstance(flag, bool):
             raise EnvError(f"{where} returned {name}={flag!r}: it must be True or False")
     if not isinstance(info, dict):
-        raise EnvError(f"{where} returned the info {_shown(info)}: it must be a dict")
+        raise EnvError(f"{where} returned the info {shown(info)}: it must be a dict")
     value = _finite(reward, f"{where} returned the reward")
     for key in ("rewards", "metrics"):
         for name, part in _parts(info.get(key), f"{where}: info[{key!r}]").items():
@@ -316,7 +355,7 @@ def _parts(value: Any, where: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise EnvError(f"{where} is {_shown(value)}: it must be a dict from names to numbers")
+        raise EnvError(f"{where} is {shown(value)}: it must be a dict from names to numbers")
     return value
 
 
@@ -333,10 +372,5 @@ def _finite(value: Any, where: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise EnvError(f"{where} {_shown(value)}: it must be a finite number")
+        raise EnvError(f"{where} {shown(value)}: it must be a finite number")
     return number
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from turnwise.envs.core import ResetResult
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import TaskError, ToolError
-from turnwise.tasks import Task, stable_hash
+from turnwise.seeding import stable_hash
+from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
 
@@ -48,8 +49,7 @@ def table(seed: int, *, person: str | None = None, split: str = "train") -> Tabl
     while True:
         teams = {name: rng.choice(TEAMS) for name in NAMES}
         managers = {team: rng.choice(NAMES) for team in TEAMS}
-        is_test = stable_hash(*teams.values(), *managers.values()) % 4 == 0
-        if is_test == (split == "test"):
+        if (stable_hash(*teams.values(), *managers.values()) % 4 == 0) == (split == "test"):
             return Table(asked, teams, managers)
 
 

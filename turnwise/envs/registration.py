@@ -6,6 +6,7 @@ crosses a process is a name and a configuration.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -132,9 +133,9 @@ def make(name: str, /, **config: Any) -> Env:
                 "other is made by pkg.module:Class or path/to/file.py:Class"
             )
         entry = _Entry(name, {})
-    cls = _load(name, entry)
+    cls: Callable[..., Env] = _load(name, entry)
     merged = {**entry.config, **config}
-    signature = inspect.signature(cls)
+    signature = _signature(cls)
     try:
         signature.bind(**merged)
     except TypeError as error:
@@ -144,6 +145,12 @@ def make(name: str, /, **config: Any) -> Env:
             f"environment {name!r} does not take {merged}: {error}{hints}; its configuration is {signature}"
         ) from error
     return cls(**merged)
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(cls: Callable[..., Env]) -> inspect.Signature:
+    """Return what a class takes; reading it costs as much as some turns of an episode."""
+    return inspect.signature(cls)
 
 
 def _load(name: str, entry: _Entry) -> type[Env]:

@@ -13,7 +13,7 @@ from turnwise.envs.core import Env, ResetResult, Score, StepResult, invoke
 from turnwise.errors import EnvError
 from turnwise.references import load_object
 from turnwise.tasks import Task
-from turnwise.tools.core import ToolResponse
+from turnwise.tools.response import ToolResponse
 from turnwise.types import Message
 
 

@@ -10,11 +10,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, invoke
+from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, drop_scoring, invoke
 from turnwise.errors import EnvError, TaskError
 from turnwise.tasks import Task
-from turnwise.tools.core import Tool, ToolResponse
+from turnwise.tools.core import Tool
 from turnwise.tools.execute import Outcome, ToolRunner
+from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, StopReason, ToolCall
 
 
@@ -144,6 +145,7 @@ class ToolEnv(Env):
         if self._runner is not None:
             # Their instances are released by the next await; reset may be a plain function.
             self._stale = (*self._stale, self._runner)
+        drop_scoring(self)
         self._task, self._runner = task, None
         self._begun, self._over, self.invalid_in_a_row = True, False, 0
 

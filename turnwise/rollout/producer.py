@@ -18,11 +18,12 @@ from turnwise.inference.core import LLMClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
-from turnwise.tasks import stable_hash
+from turnwise.seeding import stable_hash
 from turnwise.tools.threads import ToolThreads
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f%]")
+# Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
+_ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
 
 
 class RolloutProducer(RolloutManager):
@@ -43,6 +44,7 @@ class RolloutProducer(RolloutManager):
         self._threads = threads
         self._slots = asyncio.Semaphore(config.concurrency)
         self._running: set[asyncio.Task[None]] = set()
+        self._given: set[str] = set()
 
     @classmethod
     async def create(
@@ -71,12 +73,12 @@ class RolloutProducer(RolloutManager):
         """Start rolling out; finished groups arrive in the buffer in the order in which they end.
 
         Raises:
-            TurnwiseError: There is no buffer.
+            TurnwiseError: There is no buffer, or a request repeats an earlier one (see :meth:`gather`).
         """
         if self._buffer is None:
             raise TurnwiseError("this producer was made without a buffer: use gather()")
-        for request in requests:
-            task = asyncio.create_task(self._produce(request, self._buffer))
+        for request, group_id in zip(requests, self._claim(requests), strict=True):
+            task = asyncio.create_task(self._produce(request, group_id, self._buffer))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
@@ -85,17 +87,23 @@ class RolloutProducer(RolloutManager):
         requests: Sequence[RolloutRequest],
         on_group: Callable[[TrajectoryGroup], None] | None = None,
     ) -> list[TrajectoryGroup]:
-        """Roll out and return the groups in the order of the requests, past the buffer (evaluation)."""
+        """Roll out and return the groups in the order of the requests, past the buffer (evaluation).
 
-        async def one(request: RolloutRequest) -> TrajectoryGroup:
-            group = await self._group(request)
+        Raises:
+            TurnwiseError: A request repeats an earlier one: ids and seeds come from the task's id, the partition, the
+                epoch and the tag, so its episodes would be the same ones again.
+        """
+
+        async def one(request: RolloutRequest, group_id: str) -> TrajectoryGroup:
+            group = await self._group(request, group_id)
             if on_group is not None:
                 on_group(group)
             return group
 
+        claimed = zip(requests, self._claim(requests), strict=True)
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [tasks.create_task(one(request)) for request in requests]
+                groups = [tasks.create_task(one(request, group_id)) for request, group_id in claimed]
         except ExceptionGroup as errors:
             raise _first(errors) from errors
         return [group.result() for group in groups]
@@ -109,17 +117,36 @@ class RolloutProducer(RolloutManager):
         # A thread that was lost to a time-out cannot be joined.
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _produce(self, request: RolloutRequest, buffer: ReplayBuffer) -> None:
+    def _claim(self, requests: Sequence[RolloutRequest]) -> list[str]:
+        """Return the group ids of requests; either all are new and taken now, or none is."""
+        claimed: dict[str, RolloutRequest] = {}
+        for request in requests:
+            group_id = self._group_id(request)
+            if group_id in self._given or group_id in claimed:
+                raise TurnwiseError(
+                    f"task {request.task.id!r} was requested before in this run (partition {request.partition!r}, "
+                    f"epoch {request.epoch}, tag {request.tag!r}): its episodes would have the same ids and seeds. "
+                    "Give the task another id, or the request another epoch or tag"
+                )
+            claimed[group_id] = request
+        self._given |= claimed.keys()
+        return list(claimed)
+
+    def _group_id(self, request: RolloutRequest) -> str:
+        task_id, tag = (
+            _ESCAPED.sub(lambda found: quote(found.group(), safe="").replace("~", "%7E"), text)
+            for text in (request.task.id, request.tag)
+        )
+        name = f"{self._parts.run_part}-{request.partition}-{task_id}-e{request.epoch}"
+        return f"{name}~{tag}" if tag else name
+
+    async def _produce(self, request: RolloutRequest, group_id: str, buffer: ReplayBuffer) -> None:
         try:
-            await buffer.put(await self._group(request))
+            await buffer.put(await self._group(request, group_id))
         except Exception as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
             buffer.fail(_first(error))
 
-    async def _group(self, request: RolloutRequest) -> TrajectoryGroup:
-        # Ids travel in HTTP headers, which take no line breaks.
-        task_id = _CONTROL.sub(lambda found: quote(found.group(), safe=""), request.task.id)
-        name = f"{self._parts.run_part}-{request.partition}-{task_id}-e{request.epoch}"
-        group_id = f"{name}-{request.tag}" if request.tag else name
+    async def _group(self, request: RolloutRequest, group_id: str) -> TrajectoryGroup:
         async with asyncio.TaskGroup() as members:
             running = [
                 members.create_task(self._member(request, group_id, member)) for member in range(request.group_size)

@@ -19,11 +19,11 @@ from turnwise.envs.registration import make
 from turnwise.errors import AgentError, BudgetSpent, EnvError, TurnwiseError
 from turnwise.inference.canonical import clean
 from turnwise.inference.core import LLMClient, Renderer
-from turnwise.inference.session import Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig
-from turnwise.tasks import Task, stable_hash
+from turnwise.rollout.sessions import EpisodeSessions
+from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory
-from turnwise.types import SamplingParams, StopReason
+from turnwise.types import StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class _Run:
     """The state of one running episode."""
 
     spec: EpisodeSpec
+    sessions: EpisodeSessions
     env: Env | None = None
     episode: Episode | None = None
-    sessions: dict[str, tuple[Session, str]] = field(default_factory=dict)
     stop_reason: StopReason = StopReason.COMPLETED
     error: Exception | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class EpisodeRunner:
             CancelledError: The caller was cancelled. The environment is closed and the trajectories are written
                 before it is raised.
         """
-        run = _Run(spec)
+        run = _Run(spec, self._sessions(spec))
         started = time.monotonic()
         try:
             await self._act(run)
@@ -197,35 +197,22 @@ class EpisodeRunner:
             info=info,
             tools=schemas(run.env),
             limits=limits,
-            open_session=lambda name, policy: self._open(run, name, policy),
+            open_session=run.sessions.open,
             deadline=deadline,
             executor=self._executor,
         )
 
-    def _open(self, run: _Run, name: str, policy: str) -> Session:
-        config, spec = self._config, run.spec
-        params = SamplingParams(
-            temperature=self._temperature(spec),
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-        )
-        session = Session(
+    def _sessions(self, spec: EpisodeSpec) -> EpisodeSessions:
+        return EpisodeSessions(
             self._client,
             self._renderer,
-            id=spec.episode_id if name == "main" else f"{spec.episode_id}/{name}",
-            limits=SessionLimits(
-                context_length=self._context_length,
-                max_tokens_per_turn=config.max_tokens_per_turn,
-                max_total_tokens=config.max_total_tokens,
-                max_turns=config.max_turns,
-            ),
-            params=params,
-            seed=stable_hash("session", spec.sampling_seed, name),
-            one_temperature=spec.partition == "train",
+            self._config,
+            episode_id=spec.episode_id,
+            seed=spec.sampling_seed,
+            temperature=self._temperature(spec),
+            trained=spec.partition == "train",
+            context_length=self._context_length,
         )
-        run.sessions[name] = (session, policy)
-        return session
 
     def _temperature(self, spec: EpisodeSpec) -> float:
         return self._config.temperature if spec.temperature is None else spec.temperature
@@ -288,10 +275,10 @@ class EpisodeRunner:
             seed=spec.env_seed,
             metrics=dict(run.metrics),
         )
-        if not run.sessions:
+        if not run.sessions.opened:
             return [blank]
         result = []
-        for name, (session, policy) in sorted(run.sessions.items(), key=lambda item: item[0] != "main"):
+        for name, (session, policy) in sorted(run.sessions.opened.items(), key=lambda item: item[0] != "main"):
             metrics = {**session.metrics(), **run.metrics}
             if name == "main" and episode is not None:
                 metrics |= episode.metrics

@@ -1,24 +1,22 @@
-"""What a tool is and what it answers.
+"""What a tool is.
 
-Owns: :class:`ToolResponse`, :class:`FunctionTool` with its decorator :func:`function_tool`, and :class:`BaseTool` for
-tools with a life of their own. Refuses: running calls; ``execute.py`` does that.
+Owns: :class:`FunctionTool` with its decorator :func:`function_tool`, and :class:`BaseTool` for tools with a life of
+their own. Refuses: running calls (``execute.py``) and what they answer (``response.py``).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
-import math
 import sys
 import types
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar, overload
 
-from turnwise.errors import EnvError, ToolSchemaError
+from turnwise.errors import ToolSchemaError, shown
 from turnwise.tools.registry import get_tool, register_tool
+from turnwise.tools.response import ToolResponse
 from turnwise.tools.schema import Arguments, Namespace, arguments_of, as_schema, function_schema
 from turnwise.types import ToolSchema
 
@@ -26,107 +24,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_MAX_OUTPUT: Final = 32_768
 """Characters of a tool's text that the model gets to see, unless the tool says otherwise."""
-
-_MAX_MESSAGE: Final = 4_000
-
-INVALID_CALLS: Final = frozenset(("unknown_tool", "invalid_json", "invalid_arguments", "unusable_call"))
-"""Errors of calls that reached no tool."""
-
-
-@dataclass(slots=True)
-class ToolResponse:
-    """What a tool answers to one call.
-
-    Attributes:
-        text: What the model reads.
-        image: Images, as the renderer in use takes them.
-        video: Videos.
-        audio: Audio clips.
-        error: None, or a word: ``unknown_tool``, ``invalid_json``, ``invalid_arguments``, ``unusable_call`` (no tool
-            ran), ``tool_error``, ``timeout``. A tool may answer with a word of its own.
-        reward: A reward for this call, or None for none (which is not a reward of 0).
-        metrics: Numbers to log.
-
-    Raises:
-        EnvError: A field is of the wrong type, or a number is not finite.
-    """
-
-    text: str | None = None
-    image: list[Any] | None = None
-    video: list[Any] | None = None
-    audio: list[Any] | None = None
-    error: str | None = None
-    reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.text is not None and not isinstance(self.text, str):
-            raise EnvError(f"ToolResponse.text is {_shown(self.text)}: it must be a str or None")
-        for name, media in (("image", self.image), ("video", self.video), ("audio", self.audio)):
-            if media is not None and not isinstance(media, list):
-                raise EnvError(f"ToolResponse.{name} is {_shown(media)}: it must be a list or None")
-        if self.reward is not None:
-            self.reward = _finite(self.reward, "ToolResponse.reward")
-        if self.metrics:
-            self.metrics = {
-                str(name): _finite(value, f"ToolResponse.metrics[{name!r}]") for name, value in self.metrics.items()
-            }
-
-    def content(self) -> str | list[dict[str, Any]]:
-        """Return the content of the tool message: the text, or parts where there are media."""
-        media = (("image", self.image), ("video", self.video), ("audio", self.audio))
-        parts: list[dict[str, Any]] = [{"type": kind, kind: item} for kind, items in media for item in items or ()]
-        if not parts:
-            return self.text or ""
-        if self.text:
-            parts.append({"type": "text", "text": self.text})
-        return parts
-
-    @classmethod
-    def failure(cls, error: str, message: str, **details: Any) -> ToolResponse:
-        """Return an error that the model can read: ``{"error": {"type": ..., "message": ..., ...}}``.
-
-        Args:
-            error: The word.
-            message: What is wrong and what to do about it.
-            **details: Further JSON values, such as the names that exist.
-        """
-        if len(message) > _MAX_MESSAGE:
-            message = truncated(message, _MAX_MESSAGE)
-        body = {"error": {"type": error, "message": message, **details}}
-        return cls(text=json.dumps(body, ensure_ascii=False), error=error)
-
-
-def truncated(text: str, limit: int) -> str:
-    """Return a text of at most ``limit`` characters: its head and tail, and between them how much was cut."""
-    if len(text) <= limit:
-        return text
-    # The longest marker that can come is reserved, so that the count in it may have fewer digits.
-    kept = limit - len(_cut_marker(len(text)))
-    if kept < 2:
-        return text[:limit]
-    tail = kept // 2
-    return text[: kept - tail] + _cut_marker(len(text) - kept) + text[-tail:]
-
-
-def _cut_marker(count: int) -> str:
-    return f"\n[... {count} characters cut ...]\n"
-
-
-def _finite(value: Any, name: str) -> float:
-    # float() takes numpy's and torch's scalars; a text that happens to be a number is a mistake.
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise EnvError(f"{name} is {_shown(value)}: it must be a finite number")
-    return number
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class FunctionTool:
@@ -284,7 +181,7 @@ def _check_function(fn: Any) -> None:
         raise ToolSchemaError(f"write @{type(fn).__name__} above @function_tool, not below it")
     if not (inspect.isfunction(fn) or inspect.ismethod(fn)):
         raise ToolSchemaError(
-            f"@function_tool takes a function, not {_shown(fn)}: write a def (for a class, see BaseTool)"
+            f"@function_tool takes a function, not {shown(fn)}: write a def (for a class, see BaseTool)"
         )
 
 
@@ -408,7 +305,7 @@ def as_tool(item: Any) -> Tool:
         # It has the state of whatever it is bound to, so its calls keep their order.
         return FunctionTool(item, concurrent=False)
     raise ToolSchemaError(
-        f"{_shown(item)} is no tool: list functions, @function_tool functions, BaseTools or registered names "
+        f"{shown(item)} is no tool: list functions, @function_tool functions, BaseTools or registered names "
         "(methods of the environment are found by their decorator)"
     )
 

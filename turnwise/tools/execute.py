@@ -13,19 +13,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic_core import PydanticSerializationError, to_jsonable_python
-
 from turnwise.errors import EnvError, ToolError, TurnwiseError
-from turnwise.tools.core import INVALID_CALLS, BaseTool, FunctionTool, Tool, ToolResponse, truncated
+from turnwise.tools.core import BaseTool, FunctionTool, Tool
 from turnwise.tools.registry import nearest
+from turnwise.tools.response import INVALID_CALLS, ToolResponse, as_response, cleaned, crash, failure
 from turnwise.tools.schema import ArgumentError
 from turnwise.tools.threads import ToolThreads, default_threads
 from turnwise.types import ToolCall
@@ -134,7 +132,7 @@ class ToolRunner:
         try:
             arguments = tool.arguments.parse(call.arguments)
         except ArgumentError as error:
-            return Outcome(call, _failure("invalid_arguments", str(error), tool=call.name, path=error.path))
+            return Outcome(call, failure("invalid_arguments", str(error), tool=call.name, path=error.path))
         if tool.concurrent:
             return await self._answer(call, tool, arguments)
         async with self._turn():
@@ -197,7 +195,7 @@ class ToolRunner:
             await self.close()
             raise
         self._instances[name] = made[0]
-        response = _response(name, made[1])
+        response = as_response(name, made[1])
         if response.reward is not None:
             self._created_rewards[name] = response.reward
 
@@ -247,32 +245,32 @@ class ToolRunner:
         if call.error is None:
             hint = nearest(call.name, available)
             message = f"there is no tool {call.name!r}{hint}"
-            return _failure("unknown_tool", message, available=available)
+            return failure("unknown_tool", message, available=available)
         word = "invalid_json" if "json" in call.error.lower() else "unusable_call"
         details = {"tool": call.name} if call.name in self.tools else {"available": available}
-        return _failure(word, f"this call was not executed: {call.error}", **details)
+        return failure(word, f"this call was not executed: {call.error}", **details)
 
     async def _answer(self, call: ToolCall, tool: Tool, arguments: dict[str, Any]) -> Outcome:
         if self.lost:
             message = "this call was not executed: an earlier one timed out and cannot be stopped"
-            return Outcome(call, _failure("timeout", message, tool=call.name))
+            return Outcome(call, failure("timeout", message, tool=call.name))
         started = time.perf_counter()
         try:
-            response = _response(tool.name, await self._execute(tool, arguments))
+            response = as_response(tool.name, await self._execute(tool, arguments))
         except _Timeout as error:
-            response = _failure("timeout", str(error), tool=call.name)
+            response = failure("timeout", str(error), tool=call.name)
         except ToolError as error:
-            response = _failure("tool_error", str(error), tool=call.name)
+            response = failure("tool_error", str(error), tool=call.name)
         except TurnwiseError:
             raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            response = _crash(call, "CancelledError", "the tool cancelled itself")
+            response = crash(call, "CancelledError", "the tool cancelled itself")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: the model reads it and may go on
-            response = _crash(call, type(error).__name__, str(error))
-        response.text = _clean(response.text, tool.max_output if response.error is None else None)
+            response = crash(call, type(error).__name__, str(error))
+        response.text = cleaned(response.text, tool.max_output if response.error is None else None)
         return Outcome(call, response, time.perf_counter() - started)
 
     async def _execute(self, tool: Tool, arguments: dict[str, Any]) -> Any:
@@ -347,73 +345,3 @@ def _guarded(
         return fn(*positional, **arguments), None
     except BaseException as error:  # noqa: BLE001 - raised again on the loop
         return None, error
-
-
-def _failure(word: str, message: str, **details: Any) -> ToolResponse:
-    response = ToolResponse.failure(word, message, **details)
-    response.text = _clean(response.text, None)
-    return response
-
-
-def _crash(call: ToolCall, kind: str, message: str) -> ToolResponse:
-    response = _failure("tool_error", f"{kind}: {message}" if message else kind, tool=call.name)
-    response.metrics = {"crashes": 1.0}
-    return response
-
-
-def _clean(text: str | None, max_output: int | None) -> str | None:
-    if text is None or (text.isascii() and (max_output is None or len(text) <= max_output)):
-        return text
-    if max_output is not None:
-        text = truncated(text, max_output)
-    # Half a surrogate pair is no text: neither tokenizers nor files take it.
-    return text.encode("utf-8", "replace").decode()
-
-
-def _response(name: str, value: Any) -> ToolResponse:
-    """Return what a tool returned as a response of its own.
-
-    Raises:
-        EnvError: The tool broke its contract.
-    """
-    reward, metrics = None, None
-    if type(value) is tuple:
-        if not 1 <= len(value) <= 3:
-            raise EnvError(
-                f"tool {name!r} returned a tuple of {len(value)}: return the result alone, (result, reward), or "
-                "(result, reward, metrics); a tuple that is the result itself must be a list"
-            )
-        value, reward, metrics = (*value, None, None)[:3]
-    if isinstance(value, ToolResponse):
-        if reward is not None and value.reward is not None:
-            raise EnvError(f"tool {name!r} returned two rewards, {value.reward} in its response and {reward} beside it")
-        reward = value.reward if reward is None else reward
-        return replace(value, reward=reward, metrics={**value.metrics, **_metrics(name, metrics)})
-    return ToolResponse(text=_text(name, value), reward=reward, metrics=_metrics(name, metrics))
-
-
-def _metrics(name: str, metrics: Any) -> dict[str, float]:
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise EnvError(f"tool {name!r} returned metrics of type {type(metrics).__name__}: they must be a dict")
-    return dict(metrics)
-
-
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return str(value)
-    if value is None:
-        return ""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        # A NamedTuple: its names are worth more to a reader than its order.
-        value = value._asdict()
-    try:
-        return json.dumps(to_jsonable_python(value), ensure_ascii=False)
-    except (PydanticSerializationError, TypeError, ValueError, RecursionError) as error:
-        raise EnvError(
-            f"tool {name!r} returned a value of type {type(value).__name__}, which JSON cannot express ({error}): "
-            "return str, numbers, bool, None, dict, list, a dataclass, a pydantic model or a ToolResponse"
-        ) from error

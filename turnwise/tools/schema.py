@@ -27,6 +27,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from turnwise.errors import ToolSchemaError
 from turnwise.tools.inline import plain_schema
+from turnwise.tools.plain import quick_check
 from turnwise.types import ToolSchema
 
 Namespace: TypeAlias = Callable[[], Mapping[str, Any]]
@@ -61,7 +62,7 @@ class ArgumentError(ValueError):
 class Arguments:
     """Holds the arguments of calls against a schema, compiled once, and makes Python values of them."""
 
-    __slots__ = ("_adapter", "_validator")
+    __slots__ = ("_adapter", "_fits", "_validator")
 
     def __init__(self, schema: ToolSchema, adapter: TypeAdapter[Any] | None = None, *, closed: bool = False) -> None:
         """Compile.
@@ -75,6 +76,7 @@ class Arguments:
         if closed and "additionalProperties" not in parameters:
             parameters = {**parameters, "additionalProperties": False}
         self._validator = Draft202012Validator(parameters)
+        self._fits = quick_check(parameters)
         self._adapter = adapter
 
     def parse(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,9 +86,10 @@ class Arguments:
             ArgumentError: They do not fit.
         """
         try:
-            errors = list(self._validator.iter_errors(arguments))
-            if errors:
-                raise _argument_error(errors)
+            if self._fits is None or not self._fits(arguments):
+                errors = list(self._validator.iter_errors(arguments))
+                if errors:
+                    raise _argument_error(errors)
             if self._adapter is None:
                 return dict(arguments)
             values: dict[str, Any] = self._adapter.validator.validate_python(arguments)

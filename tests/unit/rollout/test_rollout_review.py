@@ -12,7 +12,7 @@ from turnwise.agents.core import Agent
 from turnwise.agents.react import ReActAgent
 from turnwise.envs.core import Env, StepResult
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, BudgetSpent, EnvError, InferenceError
+from turnwise.errors import AgentError, BudgetSpent, EnvError, InferenceError, TurnwiseError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -362,6 +362,29 @@ async def test_a_task_id_may_hold_anything() -> None:
     assert {t.id for t in written} == set(sessions)
 
 
+async def test_requests_that_would_share_ids_are_refused_before_anything_starts() -> None:
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, lambda request: "42")
+    config = RolloutConfig(env=SpecConfig(name=HERE + "World"))
+    producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
+    try:
+        twice = [RolloutRequest(Task("t", "go"), tag="a"), RolloutRequest(Task("t", "go"), tag="a")]
+        with pytest.raises(
+            TurnwiseError, match=r"task 't' was requested before .*epoch 0, tag 'a'.* another epoch or tag"
+        ):
+            await producer.gather(twice)
+        assert client.requests == []
+        await producer.gather(twice[:1])
+        with pytest.raises(TurnwiseError, match="was requested before"):
+            await producer.gather(twice[1:])
+        # Other names never meet, whatever stands in them.
+        alike = [("t", 0, "e1"), ("t-e0", 1, ""), ("t~a", 0, ""), ("t", 0, "a~b"), ("t~a", 0, "b"), ("t%7Ea", 0, "b")]
+        groups = await producer.gather([RolloutRequest(Task(i, "go"), epoch=e, tag=tag) for i, e, tag in alike])
+        assert len({group.id for group in groups}) == len(alike)
+    finally:
+        await producer.close()
+
+
 async def test_words_of_an_error_that_are_no_text_are_written(tmp_path) -> None:
     async def act(episode):
         raise ValueError("no file \udcff")
@@ -509,7 +532,7 @@ async def test_tags_partitions_and_run_seeds_decide_the_seeds() -> None:
             [group] = await producer.gather([RolloutRequest(Task("t", "go"), partition=partition, tag=tag)])
             await producer.close()
             assert (group.partition, group.trajectories[0].partition) == (partition, partition)
-            assert group.id.endswith(f"-{tag}" if tag else "-e0")
+            assert group.id.endswith(f"~{tag}" if tag else "-e0")
             seeds[run_seed, partition, tag] = (group.trajectories[0].seed, client.requests[0].params.seed)
     # Evaluation is the same in every run; training is not; tags sample apart from equal beginnings.
     assert seeds[1, "val", "sampled"] == seeds[2, "val", "sampled"]

@@ -1,0 +1,66 @@
+"""The quick yes of plain schemas never says yes where the JSON schema validator says no."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from turnwise.tools.plain import quick_check
+
+NAMES = ("a", "b", "c")
+TYPES = ("string", "integer", "number", "boolean", "null")
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([0.0, 1.0, 2.5]), st.sampled_from(["", "x", "1"]),
+    st.lists(st.integers(), max_size=1), st.dictionaries(st.sampled_from(NAMES), st.integers(), max_size=1),
+)  # fmt: skip
+PROPERTIES = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(TYPES)}, optional={"description": st.just("some"), "default": VALUES}
+    ),
+    st.fixed_dictionaries({"type": st.lists(st.sampled_from(TYPES), min_size=1, max_size=3, unique=True)}),
+    st.fixed_dictionaries({"type": st.just("string"), "enum": st.lists(st.sampled_from(["x", "y"]), min_size=1)}),
+)
+SCHEMAS = st.fixed_dictionaries(
+    {"type": st.just("object"), "properties": st.dictionaries(st.sampled_from(NAMES), PROPERTIES)},
+    optional={
+        "required": st.lists(st.sampled_from(NAMES), unique=True),
+        "additionalProperties": st.booleans(),
+        "title": st.just("some"),
+    },
+)
+
+
+@given(SCHEMAS, st.dictionaries(st.sampled_from((*NAMES, "d")), VALUES))
+def test_a_quick_yes_is_the_validators_yes(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+    fits = quick_check(schema)
+    assert fits is not None
+    valid = Draft202012Validator(schema).is_valid(arguments)
+    if fits(arguments):
+        assert valid
+    elif valid:
+        # Only floats that stand for integers are left to the validator.
+        assert any(isinstance(value, float) for value in arguments.values())
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}},
+        {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}},
+        {"type": "object", "properties": {"a": {"type": "integer", "enum": [1, 2]}}},
+        {"type": "object", "properties": {"a": {"type": "array"}}},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "string"}}},
+        {"type": "object", "properties": {"a": {}}},
+        {"type": "object", "properties": {"a": True}},
+        {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}},
+        {"type": "object", "properties": {}, "minProperties": 1},
+        {"properties": {}},
+        {"type": "string"},
+    ],
+)
+def test_a_schema_with_anything_else_is_the_validators(schema: dict[str, Any]) -> None:
+    assert quick_check(schema) is None

@@ -1,0 +1,187 @@
+"""What a tool answers, and how what a function returned becomes that.
+
+Owns: :class:`ToolResponse`, the conversion of return values (:func:`as_response`) and the errors that a model reads.
+Refuses: running tools; ``execute.py`` does that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from turnwise.errors import EnvError, shown
+from turnwise.types import ToolCall
+
+_MAX_MESSAGE: Final = 4_000
+
+INVALID_CALLS: Final = frozenset(("unknown_tool", "invalid_json", "invalid_arguments", "unusable_call"))
+"""Errors of calls that reached no tool."""
+
+
+@dataclass(slots=True)
+class ToolResponse:
+    """What a tool answers to one call.
+
+    Attributes:
+        text: What the model reads.
+        image: Images, as the renderer in use takes them.
+        video: Videos.
+        audio: Audio clips.
+        error: None, or a word: ``unknown_tool``, ``invalid_json``, ``invalid_arguments``, ``unusable_call`` (no tool
+            ran), ``tool_error``, ``timeout``. A tool may answer with a word of its own.
+        reward: A reward for this call, or None for none (which is not a reward of 0).
+        metrics: Numbers to log.
+
+    Raises:
+        EnvError: A field is of the wrong type, or a number is not finite.
+    """
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+    audio: list[Any] | None = None
+    error: str | None = None
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.text is not None and not isinstance(self.text, str):
+            raise EnvError(f"ToolResponse.text is {shown(self.text)}: it must be a str or None")
+        for name, media in (("image", self.image), ("video", self.video), ("audio", self.audio)):
+            if media is not None and not isinstance(media, list):
+                raise EnvError(f"ToolResponse.{name} is {shown(media)}: it must be a list or None")
+        if self.reward is not None:
+            self.reward = _finite(self.reward, "ToolResponse.reward")
+        if self.metrics:
+            self.metrics = {
+                str(name): _finite(value, f"ToolResponse.metrics[{name!r}]") for name, value in self.metrics.items()
+            }
+
+    def content(self) -> str | list[dict[str, Any]]:
+        """Return the content of the tool message: the text, or parts where there are media."""
+        media = (("image", self.image), ("video", self.video), ("audio", self.audio))
+        parts: list[dict[str, Any]] = [{"type": kind, kind: item} for kind, items in media for item in items or ()]
+        if not parts:
+            return self.text or ""
+        if self.text:
+            parts.append({"type": "text", "text": self.text})
+        return parts
+
+    @classmethod
+    def failure(cls, error: str, message: str, **details: Any) -> ToolResponse:
+        """Return an error that the model can read: ``{"error": {"type": ..., "message": ..., ...}}``.
+
+        Args:
+            error: The word.
+            message: What is wrong and what to do about it.
+            **details: Further JSON values, such as the names that exist.
+        """
+        if len(message) > _MAX_MESSAGE:
+            message = truncated(message, _MAX_MESSAGE)
+        body = {"error": {"type": error, "message": message, **details}}
+        return cls(text=json.dumps(body, ensure_ascii=False), error=error)
+
+
+def truncated(text: str, limit: int) -> str:
+    """Return a text of at most ``limit`` characters: its head and tail, and between them how much was cut."""
+    if len(text) <= limit:
+        return text
+    # The longest marker that can come is reserved, so that the count in it may have fewer digits.
+    kept = limit - len(_cut_marker(len(text)))
+    if kept < 2:
+        return text[:limit]
+    tail = kept // 2
+    return text[: kept - tail] + _cut_marker(len(text) - kept) + text[-tail:]
+
+
+def _cut_marker(count: int) -> str:
+    return f"\n[... {count} characters cut ...]\n"
+
+
+def _finite(value: Any, name: str) -> float:
+    # float() takes numpy's and torch's scalars; a text that happens to be a number is a mistake.
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvError(f"{name} is {shown(value)}: it must be a finite number")
+    return number
+
+
+def failure(word: str, message: str, **details: Any) -> ToolResponse:
+    """Return an error for the model, made of text that tokenizers take."""
+    response = ToolResponse.failure(word, message, **details)
+    response.text = cleaned(response.text, None)
+    return response
+
+
+def crash(call: ToolCall, kind: str, message: str) -> ToolResponse:
+    """Return the error of a call whose tool raised, counted as a crash."""
+    response = failure("tool_error", f"{kind}: {message}" if message else kind, tool=call.name)
+    response.metrics = {"crashes": 1.0}
+    return response
+
+
+def cleaned(text: str | None, max_output: int | None) -> str | None:
+    """Return a text as the model may see it: of at most ``max_output`` characters, without half surrogate pairs."""
+    if text is None or (text.isascii() and (max_output is None or len(text) <= max_output)):
+        return text
+    if max_output is not None:
+        text = truncated(text, max_output)
+    # Half a surrogate pair is no text: neither tokenizers nor files take it.
+    return text.encode("utf-8", "replace").decode()
+
+
+def as_response(name: str, value: Any) -> ToolResponse:
+    """Return what a tool returned as a response of its own.
+
+    Raises:
+        EnvError: The tool broke its contract.
+    """
+    reward, metrics = None, None
+    if type(value) is tuple:
+        if not 1 <= len(value) <= 3:
+            raise EnvError(
+                f"tool {name!r} returned a tuple of {len(value)}: return the result alone, (result, reward), or "
+                "(result, reward, metrics); a tuple that is the result itself must be a list"
+            )
+        value, reward, metrics = (*value, None, None)[:3]
+    if isinstance(value, ToolResponse):
+        if reward is not None and value.reward is not None:
+            raise EnvError(f"tool {name!r} returned two rewards, {value.reward} in its response and {reward} beside it")
+        reward = value.reward if reward is None else reward
+        return replace(value, reward=reward, metrics={**value.metrics, **_metrics(name, metrics)})
+    return ToolResponse(text=_text(name, value), reward=reward, metrics=_metrics(name, metrics))
+
+
+def _metrics(name: str, metrics: Any) -> dict[str, float]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise EnvError(f"tool {name!r} returned metrics of type {type(metrics).__name__}: they must be a dict")
+    return dict(metrics)
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return str(value)
+    if value is None:
+        return ""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        # A NamedTuple: its names are worth more to a reader than its order.
+        value = value._asdict()
+    try:
+        return json.dumps(to_jsonable_python(value), ensure_ascii=False)
+    except (PydanticSerializationError, TypeError, ValueError, RecursionError) as error:
+        raise EnvError(
+            f"tool {name!r} returned a value of type {type(value).__name__}, which JSON cannot express ({error}): "
+            "return str, numbers, bool, None, dict, list, a dataclass, a pydantic model or a ToolResponse"
+        ) from error
