@@ -1,0 +1,38 @@
+"""Prints the values that ``docs/walkthrough.md`` quotes, and writes them into it.
+
+python examples/walkthrough/main.py            print every block
+python examples/walkthrough/main.py --check    say how the page differs from what is printed
+python examples/walkthrough/main.py --write    bring the page's blocks up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from blocks import differences, written
+from quotes import printed
+
+PAGE = Path(__file__).parents[2] / "docs" / "walkthrough.md"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--check", action="store_true")
+    choice.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    made = printed()
+    if arguments.write:
+        PAGE.write_text(written(PAGE.read_text(), made))
+    if arguments.check or arguments.write:
+        found = differences(PAGE.read_text(), made)
+        print("\n\n".join(found) or f"{PAGE.name} says what is printed: {len(made)} blocks", file=sys.stderr)
+        return int(bool(found))
+    print("\n\n".join(block.markdown() for block in made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
