@@ -7,7 +7,7 @@ for something this function does not compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,16 +148,7 @@ def packed_attention(
         TrainError: No layout arrived, a mask or position bias did, or the batch is not one packed row.
     """
     del module, dropout
-    layout = kwargs.get(LAYOUT_ARGUMENT)
-    if not isinstance(layout, PackedLayout):
-        raise TrainError(
-            "the layout of the packed segments did not reach the attention layer: this model does not hand keyword "
-            "arguments of its forward on to attention, so it cannot be trained packed"
-        )
-    if attention_mask is not None or kwargs.get("position_bias") is not None:
-        raise TrainError("this model gives its attention a mask or position bias, which packed training cannot follow")
-    if query.shape[0] != 1:
-        raise TrainError(f"packed attention takes one packed row, not a batch of {query.shape[0]}")
+    layout = _layout_of(query, attention_mask, kwargs)
     # [1, H, T, D] -> [P, H, D]: heads stay together, so that one gather moves whole tokens.
     q, k, v = (_spread(x[0].transpose(0, 1), layout.gather, layout.scatter) for x in (query, key, value))
     outputs, start = [], 0
@@ -166,14 +157,9 @@ def packed_attention(
         bq, bk, bv = (x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         mask = _window_mask(length, sliding_window, query.device)
         if softcap is None and s_aux is None:
+            grouped = bq.shape[1] != bk.shape[1]
             out = F.scaled_dot_product_attention(
-                bq,
-                bk,
-                bv,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=bq.shape[1] != bk.shape[1],
+                bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
             )
         else:
             out = _explicit_attention(bq, bk, bv, mask, scaling, softcap, s_aux)
@@ -181,6 +167,21 @@ def packed_attention(
         start = end
     dense = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return _collect(dense, layout.gather, layout.scatter, layout.pads)[None], None
+
+
+def _layout_of(query: Tensor, attention_mask: Tensor | None, given: Mapping[str, Any]) -> PackedLayout:
+    """Return the layout among the keyword arguments of an attention call, if nothing else says who sees whom."""
+    layout = given.get(LAYOUT_ARGUMENT)
+    if not isinstance(layout, PackedLayout):
+        raise TrainError(
+            "the layout of the packed segments did not reach the attention layer: this model does not hand keyword "
+            "arguments of its forward on to attention, so it cannot be trained packed"
+        )
+    if attention_mask is not None or given.get("position_bias") is not None:
+        raise TrainError("this model gives its attention a mask or position bias, which packed training cannot follow")
+    if query.shape[0] != 1:
+        raise TrainError(f"packed attention takes one packed row, not a batch of {query.shape[0]}")
+    return layout
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from turnwise.config import ConfigPath
+from turnwise.config import ConfigPath, ConfigSource
 from turnwise.errors import RegistryError
 from turnwise.evaluation.config import EvalPlan, RendererConfig
 from turnwise.inference.config import InferenceConfig
@@ -22,27 +22,6 @@ from turnwise.trainer.losses import LossAggregation
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-
-_PATH: TypeAdapter[Any] = TypeAdapter(ConfigPath)
-
-
-def _task_reference(value: Any) -> Any:
-    """Make the file of ``file``, ``file:function`` or ``file:function?arguments`` absolute, where it is a file."""
-    if not isinstance(value, (str, Path)) or not str(value):
-        return value
-    text = str(value)
-    ends = [len(text), *(n for n, letter in enumerate(text) if letter in ":?")]
-    for end in sorted(ends, reverse=True):
-        # A slice of a located text has no location of its own: what is cut off is put back on a path of the whole.
-        whole = _PATH.validate_python(value)
-        path = Path(str(whole)[: len(str(whole)) - (len(text) - end)]) if end else whole
-        if end and path.exists():
-            return str(path.absolute()) + text[end:]
-    return text
-
-
-TaskReference: TypeAlias = Annotated[str, Field(min_length=1), BeforeValidator(_task_reference)]
-"""Where tasks come from, as ``tasks.load_tasks`` reads it; a file in it is made absolute."""
 
 RunName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """A name that is also a directory's."""
@@ -208,11 +187,9 @@ class TrainEvalConfig(EvalPlan):
     """Evaluation on held-out tasks before the first step, after the last, and in between.
 
     Attributes:
-        tasks: Where the held-out tasks come from.
         every: Steps between evaluations; None evaluates before and after only.
     """
 
-    tasks: TaskReference
     every: PositiveInt | None = 10
 
 
@@ -242,7 +219,7 @@ class TrainConfig(_Section):
     runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
     seed: Annotated[int, Field(ge=0)] = 0
     steps: PositiveInt
-    tasks: TaskReference
+    tasks: ConfigSource = Field(min_length=1, description="a file of tasks, or pkg.module:function")
     task_limit: PositiveInt | None = None
     shuffle: bool = True
     policies: dict[str, PolicyConfig]

@@ -11,7 +11,8 @@ import numpy as np
 
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
-from turnwise.tasks import Task, stable_hash
+from turnwise.seeding import stable_hash
+from turnwise.tasks import Task
 
 
 class TaskStream:

@@ -11,6 +11,7 @@ evaluation), ``metrics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batc
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -196,6 +197,10 @@ async def open_run(
         stack.callback(_save_unsaved, run)
         if run.state.step:
             await run.sync_weights()
+        # What was imported and loaded stays: collections between steps need not look at it again.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         yield run
         run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
 
@@ -259,11 +264,7 @@ async def _assemble(
     stack.callback(metrics.close)
     writer = SharedMemoryWriter()
     stack.callback(writer.close)
-    fleet = Fleet(config.inference, Path(config.policy.model.path), logs=directory / "logs")
-    stack.push_async_callback(fleet.close)
-    await fleet.launch()
-    client = LedgerClient(fleet.client, directory / "ledger.jsonl")
-    stack.push_async_callback(client.close)
+    fleet, client = await _launch(config, directory, stack)
     buffer = LocalReplayBuffer(order="id")
     run: TrainRun
 
@@ -304,6 +305,16 @@ async def _assemble(
         saved_step=state.step,
     )
     return run
+
+
+async def _launch(config: TrainConfig, directory: Path, stack: contextlib.AsyncExitStack) -> tuple[Fleet, LedgerClient]:
+    """Start the servers; every request to them is written down."""
+    fleet = Fleet(config.inference, Path(config.policy.model.path), logs=directory / "logs")
+    stack.push_async_callback(fleet.close)
+    await fleet.launch()
+    client = LedgerClient(fleet.client, directory / "ledger.jsonl")
+    stack.push_async_callback(client.close)
+    return fleet, client
 
 
 def _save_unsaved(run: TrainRun) -> None:

@@ -138,6 +138,10 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> SFTResult:
     rows = [each for each in rows if each]
     if not rows:
         raise TrainError(f"no conversation of {config.data} has an assistant token within max_tokens_per_row")
+    if cut:
+        (console or Console(stderr=True)).print(
+            f"max_tokens_per_row {config.max_tokens_per_row} cuts {cut} assistant tokens off", highlight=False
+        )
     steps = config.steps or config.epochs * -(-len(rows) // config.conversations)
     learner = Learner.create(config.policy, steps)
     metrics = _train(config, learner, rows, steps, run, console)

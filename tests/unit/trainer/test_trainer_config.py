@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from turnwise.config import dump_config, load_config
 from turnwise.errors import ConfigError
+from turnwise.evaluation.config import EvalPlan
 from turnwise.trainer.config import SFTConfig, TrainConfig
 
 MINIMAL: dict[str, Any] = {
@@ -83,3 +85,13 @@ def test_sft_has_one_policy_of_its_own() -> None:
     config = SFTConfig.model_validate({"name": "s", "data": "d.jsonl", "model": {"path": "m"}})
     assert config.policy.model is config.model
     assert config.policy.optim.lr == 1e-5
+
+
+def test_training_and_evaluation_find_the_same_tasks(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump({**MINIMAL, "tasks": "rows", "eval": {"tasks": "rows"}}))
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump({"tasks": "rows"}))
+    train = load_config(TrainConfig, tmp_path / "train.yaml")
+    assert train.eval is not None
+    alone = load_config(EvalPlan, tmp_path / "eval.yaml")
+    assert train.tasks == train.eval.tasks == alone.tasks == str(tmp_path / "rows")
