@@ -146,7 +146,7 @@ class Episode:
         try:
             result: StepResult = await self._invoke("step", message)
         except asyncio.CancelledError:
-            if self._env.scoring is not None:
+            if self._env.pending_score is not None:
                 # The message was the answer and is being judged: what interrupts that does not change how it ended.
                 self.ended, self.final = True, message
             raise

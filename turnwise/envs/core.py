@@ -65,8 +65,8 @@ class Env:
         executor: Where threads come from; the runner sets it.
         lost_thread: Whether a tool or a method that was given up still runs in its thread: the environment must not
             be used any further.
-        scoring: A scoring that began and whose result nobody has taken; kept here, since who waits for it may be
-            cancelled, and ``score`` runs once.
+        pending_score: A scoring that began and whose result nobody has taken; kept here, since who waits for it may
+            be cancelled, and ``score`` runs once.
     """
 
     tools: Sequence[Any] = ()
@@ -74,7 +74,7 @@ class Env:
     score_range: ClassVar[tuple[float, float] | None] = None
     executor: Executor | None = None
     lost_thread: bool = False
-    scoring: asyncio.Future[dict[str, float]] | None = None
+    pending_score: asyncio.Future[dict[str, float]] | None = None
     tool_methods: ClassVar[dict[str, FunctionTool]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -237,12 +237,12 @@ async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
     """Score, or wait for the scoring that a time limit interrupted in a step: it goes on, and what it says counts."""
-    if env.scoring is None:
-        env.scoring = asyncio.ensure_future(_score(env, args, kwargs))
-    scoring = env.scoring
+    if env.pending_score is None:
+        env.pending_score = asyncio.ensure_future(_score(env, args, kwargs))
+    scoring = env.pending_score
     # Not awaited itself: cancelling who waits would cancel what is to run exactly once.
     await asyncio.wait([scoring])
-    env.scoring = None
+    env.pending_score = None
     return scoring.result()
 
 
@@ -253,7 +253,7 @@ async def _score(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 
 def drop_scoring(env: Env) -> asyncio.Future[dict[str, float]] | None:
     """Cancel a scoring that nobody waits for any more, and return it where it still runs."""
-    scoring, env.scoring = env.scoring, None
+    scoring, env.pending_score = env.pending_score, None
     if scoring is None:
         return None
     if scoring.done():
@@ -369,7 +369,7 @@ def _named_messages(observation: Any, where: str) -> list[Message]:
 def _finite(value: Any, where: str) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) or value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise EnvError(f"{where} {shown(value)}: it must be a finite number")

@@ -80,6 +80,9 @@ def answer(message: Message, turn: int, issued: Collection[str], *, cut: bool) -
     """
     calls: list[ToolCall] = []
     for position, call in enumerate(message.get("tool_calls") or ()):
+        if call.error is not None:
+            # Compared and rendered by its raw text, so nothing else would look at its arguments.
+            call = _usable(call)
         calls.append(replace(call, id=_new_id(call.id, turn, position, issued, calls)))
     given: Message = {
         "role": "assistant",

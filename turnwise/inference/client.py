@@ -191,13 +191,15 @@ class HTTPClient(LLMClient):
         """Sample one completion, piece by piece. See :meth:`LLMClient.stream`."""
         progress = _start(prompt, params)
         failures = 0
+        avoid: int | None = None
         while True:
-            url = ""
             choice: wire.Choice | None = None
             spans: tuple[VersionSpan, ...] | None = None
             before = progress.sampled
+            index = self._balancer.take(session_id, avoid=avoid)
+            url = self._urls[index]
             try:
-                async with self._open_stream(progress, session_id) as (url, events):
+                async with self._open_stream(url, progress, session_id) as events:
                     async for choice in events:
                         progress.add(choice.token_ids, choice.logprobs)
                         spans = choice.spans or spans
@@ -211,8 +213,11 @@ class HTTPClient(LLMClient):
                         f"{url} broke off a stream before it said which weights sampled it: {error!r}"
                     ) from error
                 progress.end_part(spans, url)
+                avoid = index
                 await self._after_failure(url, error, failures)
                 continue
+            finally:
+                self._balancer.give_back(index)
             if choice is None or choice.finish_reason is None:
                 raise InferenceError(f"{url} ended a stream without a finish reason")
             progress.end_part(spans, url)
@@ -292,18 +297,13 @@ class HTTPClient(LLMClient):
 
     @asynccontextmanager
     async def _open_stream(
-        self, progress: _Progress, session_id: str
-    ) -> AsyncIterator[tuple[str, AsyncIterator[wire.Choice]]]:
-        index = self._balancer.take(session_id, avoid=None)
-        url = self._urls[index]
+        self, url: str, progress: _Progress, session_id: str
+    ) -> AsyncIterator[AsyncIterator[wire.Choice]]:
         data = progress.body(stream=True, model=self._model)
-        try:
-            async with self._pool().post(url + wire.GENERATE, data=data, headers=_session_header(session_id)) as answer:
-                if answer.status != 200:
-                    raise _refusal(answer.status, await answer.read(), url)
-                yield url, _events(answer, url)
-        finally:
-            self._balancer.give_back(index)
+        async with self._pool().post(url + wire.GENERATE, data=data, headers=_session_header(session_id)) as answer:
+            if answer.status != 200:
+                raise _refusal(answer.status, await answer.read(), url)
+            yield _events(answer, url)
 
     async def _after_failure(self, url: str, error: aiohttp.ClientError, failures: int) -> None:
         if failures > self._retries:

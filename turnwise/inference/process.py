@@ -180,12 +180,17 @@ class ServerProcess:
         except TimeoutError:
             child.signal(signal.SIGKILL)
             await child.ended.wait()
-        if self._child is child:
-            self._child = None
-        if child.lifeline >= 0:
-            os.close(child.lifeline)
-            child.lifeline = -1
-            self.spent_cpu += child.cpu_seconds
+        except BaseException:
+            # Whoever waited was cancelled: nobody will see to this process again.
+            child.signal(signal.SIGKILL)
+            raise
+        finally:
+            if self._child is child:
+                self._child = None
+            if child.lifeline >= 0:
+                os.close(child.lifeline)
+                child.lifeline = -1
+                self.spent_cpu += child.cpu_seconds
 
     async def _notice_death(self, child: _Child) -> None:
         await child.ended.wait()

@@ -91,7 +91,7 @@ class Session:
         self._failure: TurnwiseError | None = None
         self._requests = 0
         self._history = History()
-        self._tools: tuple[list[ToolSchema], ToolsKey] = ([], ())
+        self._tools: tuple[tuple[ToolSchema, ...], ToolsKey] = ((), ())
         self._prompt_tokens = 0
         self._encoded_tokens = 0
 
@@ -141,9 +141,8 @@ class Session:
             BudgetSpent: Nothing is left to sample. Nothing was sent.
             InferenceError: The server failed. Nothing was committed.
         """
-        offered = tuple(tools or ())
         canonical = self._history.reduce(messages)
-        match = self._match(canonical, offered)
+        match = self._match(canonical, *self._offered(tuple(tools or ())))
         prompt = self._prompt(match)
         params = self._limited(params or self.params, len(prompt))
         self._requests += 1
@@ -177,18 +176,17 @@ class Session:
             "encoded_tokens": self._encoded_tokens,
         }
 
-    def _tools_key(self, tools: tuple[ToolSchema, ...]) -> ToolsKey:
-        known, key = self._tools
-        if list(tools) != known:
-            key = canonical_tools(tools)
-            self._tools = (copy.deepcopy(list(tools)), key)
-        return key
+    def _offered(self, tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], ToolsKey]:
+        """Return a request's tools and their key. They are copies: what was offered stays, whoever edits its schema."""
+        if tools != self._tools[0]:
+            own = copy.deepcopy(tools)
+            self._tools = (own, canonical_tools(own))
+        return self._tools
 
     # Match and extend
 
-    def _match(self, messages: list[Canonical], tools: tuple[ToolSchema, ...]) -> Match:
+    def _match(self, messages: list[Canonical], tools: tuple[ToolSchema, ...], key: ToolsKey) -> Match:
         commits = len(self._tree.nodes)
-        key = self._tools_key(tools)
         turns, context = self._tree.deepest(messages, key)
         if context is not None:
             return Match(context.parent, context, (), context.ids, None, commits, key, tools)

@@ -31,8 +31,9 @@ def quick_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool
     """
     if set(schema) - {"type", "properties", "required", "additionalProperties"} - _NOTES:
         return None
-    closed = schema.get("additionalProperties", True) is False
-    if schema.get("type") != "object" or schema.get("additionalProperties", True) not in (True, False):
+    others = schema.get("additionalProperties", True)
+    # By type: 0 and 1 are no booleans of a schema, although they equal them.
+    if schema.get("type") != "object" or type(others) is not bool:
         return None
     kinds: dict[str, tuple[frozenset[type], frozenset[str] | None]] = {}
     for name, value in schema.get("properties", {}).items():
@@ -48,7 +49,7 @@ def quick_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool
         for name, value in arguments.items():
             kind = kinds.get(name)
             if kind is None:
-                if closed:
+                if not others:
                     return False
             elif type(value) not in kind[0] or (kind[1] is not None and value not in kind[1]):
                 return False

@@ -107,7 +107,7 @@ def _finite(value: Any, name: str) -> float:
     # float() takes numpy's and torch's scalars; a text that happens to be a number is a mistake.
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise EnvError(f"{name} is {shown(value)}: it must be a finite number")

@@ -136,6 +136,7 @@ class TestResults:
             (None, "StepResult"),
             (("a", 0, False, False), "StepResult"),
             (("a", float("nan"), False, False, {}), "reward nan"),
+            (("a", 10**400, False, False, {}), "reward 1000"),
             (("a", None, False, False, {}), "reward None"),
             (("a", "1", False, False, {}), "reward '1'"),
             (("a", 0, 0.0, False, {}), "terminated=0.0"),

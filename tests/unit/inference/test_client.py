@@ -341,6 +341,14 @@ async def test_a_stream_goes_on_after_aborts_and_breaks(make):
     assert [body["sampling_params"]["max_tokens"] for body in fake.bodies] == [10, 8, 7, 7]
 
 
+async def test_a_stream_goes_to_another_server_when_its_own_breaks(make):
+    whole = events(piece([5], "stop", weight_versions=[{"version": "0", "start": 0, "end": 1}]))
+    async with Fake(drop) as broken, Fake(whole) as other:
+        deltas = await collect(make(broken, other))
+    assert [delta.token_ids.tolist() for delta in deltas] == [[5]]
+    assert (len(broken.bodies), len(other.bodies)) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -22,13 +23,15 @@ SERVER = """
 import json, os, signal, subprocess, sys
 report, lifeline, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-if how == "stubborn":
+if how in ("stubborn", "deaf"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if how == "broken":
     sys.exit("no such model")
 if how != "silent":
     os.write(report, json.dumps({"child": child.pid, "port": 7}).encode() + b"\\n")
 os.close(report)
+if how == "deaf":
+    signal.pause()
 os.read(lifeline, 1)
 os.killpg(0, signal.SIGKILL)
 """
@@ -59,6 +62,21 @@ async def test_an_end_takes_along_what_was_started(tmp_path: Path, how: str, pat
     assert not process.died.is_set()
     wait_until(lambda: gone([child]), "the end of the child")
     await process.end()
+
+
+async def test_an_end_that_is_cancelled_is_an_end_all_the_same(tmp_path: Path) -> None:
+    process = server(tmp_path, close_timeout=600.0)
+    child = await start(process, "deaf")
+    leader = psutil.Process(process.pid)
+    try:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(process.end(), 0.2)
+        wait_until(lambda: gone([leader, child]), "the end of both")
+    finally:
+        for left in (leader, child):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+    assert process.pid is None
 
 
 async def test_a_death_is_told_and_takes_along_what_was_started(tmp_path: Path) -> None:

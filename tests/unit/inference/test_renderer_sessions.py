@@ -7,7 +7,9 @@ import pytest
 
 from support.chat_models import FAMILIES, renderer_for
 from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.scripted import replay
+from turnwise.inference.formats.core import INSIDE_REASONING
+from turnwise.inference.scripted import ScriptedClient, replay
+from turnwise.inference.session import Session, SessionLimits
 from turnwise.types import Message, ToolCall, ToolSchema
 
 TOOLS = [
@@ -72,3 +74,28 @@ async def test_a_conversation_is_one_branch_of_exact_ids(family: str) -> None:
         # Templates that never change what stands behind: the whole branch is the template's own render.
         whole = renderer.render(canonical_messages([*messages, {"role": "user", "content": "x"}]), TOOLS)
         assert whole[: len(path)].tolist() == path.tolist()
+
+
+async def test_a_tool_that_is_edited_in_place_is_in_the_next_prompt_as_it_is_then() -> None:
+    renderer = renderer_for("qwen3")
+    session = Session(ScriptedClient(renderer, ["a", "b"]), renderer, id="s", limits=SessionLimits(100_000))
+    tool = ToolSchema("look", "Looks.", {"type": "object", "properties": {}})
+    question: Message = {"role": "user", "content": "q"}
+    await session.chat([question], [tool])
+    tool.parameters["properties"]["zebra"] = {"type": "string"}
+    await session.chat([question], [tool])
+    roots = [segment for segment in session.segments() if segment.parent < 0]
+    assert ["zebra" in renderer.decode(root.ids) for root in roots] == [False, True]
+    assert ["zebra" in str(root.tools) for root in roots] == [False, True]
+
+
+async def test_endless_arguments_of_a_call_inside_reasoning_are_recorded_as_an_error() -> None:
+    renderer = renderer_for("qwen3")
+    deep = "[" * 600 + "]" * 600
+    call = f'<tool_call>\n{{"name": "lookup", "arguments": {{"key": {deep}}}}}\n</tool_call>'
+    said = renderer._tokens.encode(f"<think>\nmaybe\n{call}\n</think>\n\nno")
+    session = Session(
+        ScriptedClient(renderer, [[*said, min(renderer.stop_ids)]]), renderer, id="s", limits=SessionLimits(100_000)
+    )
+    given = await session.chat([{"role": "user", "content": "q"}], TOOLS)
+    assert [(call.error, call.arguments) for call in given["tool_calls"]] == [(INSIDE_REASONING, {})]

@@ -491,6 +491,8 @@ async def test_tools_that_are_edited_in_place_or_left_out_by_the_template_are_an
     assert trajectory.forks() == {"tools_changed": 2, "restart": 1}
     assert [s.parent for s in trajectory.segments] == [-1, 0, -1, 2, -1, 4, -1, 6]
     assert [len(s.tools or ()) for s in trajectory.segments if s.parent < 0] == [1, 1, 0, 1]
+    # Each root says what was offered then.
+    assert ["'x'" in str(s.tools) for s in trajectory.segments if s.parent < 0][:2] == [False, True]
 
 
 async def test_a_version_span_without_tokens_is_refused() -> None:

@@ -109,8 +109,8 @@ async def test_a_verdict_that_came_before_the_runner_asks_is_taken(monkeypatch) 
 
     async def score(self: Episode) -> None:
         Judge.may_speak.set()
-        assert self._env.scoring is not None
-        await asyncio.wait([self._env.scoring])
+        assert self._env.pending_score is not None
+        await asyncio.wait([self._env.pending_score])
         await real(self)
 
     monkeypatch.setattr(Episode, "score", score)
@@ -177,7 +177,7 @@ async def test_two_episodes_in_a_row_are_each_scored() -> None:
         await invoke(env, "reset")
         await invoke(env, "step", FINAL)
     assert LOG == ["score 42", "score 42"]
-    assert env.scoring is None
+    assert env.pending_score is None
 
 
 @pytest.mark.parametrize("end", ["running", "failed"])
@@ -187,13 +187,13 @@ async def test_closing_leaves_nothing_behind(end: str) -> None:
     env = Judged()
     await invoke(env, "reset")
     await interrupted(env)
-    assert env.scoring is not None
+    assert env.pending_score is not None
     if end == "failed":
         Judge.verdict = ValueError("nobody asked")
         Judge.may_speak.set()
-        await asyncio.wait([env.scoring])
+        await asyncio.wait([env.pending_score])
     await invoke(env, "close")
-    assert env.scoring is None
+    assert env.pending_score is None
     assert LOG[-1] == "close"
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     gc.collect()

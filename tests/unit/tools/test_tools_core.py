@@ -214,6 +214,7 @@ class TestToolResponse:
             ({"text": 3}, "text is 3"),
             ({"image": "one"}, "image is 'one': it must be a list"),
             ({"reward": float("nan")}, "reward is nan"),
+            ({"reward": 10**400}, "reward is 1000"),
             ({"reward": "1"}, "reward is '1'"),
             ({"metrics": {"a": float("inf")}}, r"metrics\['a'\] is inf"),
         ],

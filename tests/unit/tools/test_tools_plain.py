@@ -57,6 +57,7 @@ def test_a_quick_yes_is_the_validators_yes(schema: dict[str, Any], arguments: di
         {"type": "object", "properties": {"a": {}}},
         {"type": "object", "properties": {"a": True}},
         {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}},
+        {"type": "object", "properties": {}, "additionalProperties": 0},
         {"type": "object", "properties": {}, "minProperties": 1},
         {"properties": {}},
         {"type": "string"},
