@@ -55,7 +55,6 @@ SETTINGS: dict[str, Any] = {
 }
 # Entries of the tokenizer, by how long prompts then are: about 20 and about 100 tokens.
 CASES = {"short": 1024, "long": 554}
-QUICK_STEPS = {"short": 2, "long": 1}
 PROMPT_TOKENS = {"short": (16, 24), "long": (90, 110)}
 # How far means over the measured steps may lie apart: draws differ, and so do the policies after the first step.
 CLOSE = {"sampled": 0.15, "turns": 0.15}
@@ -103,8 +102,7 @@ class Side:
         self.samples.append(self.read())
 
     def end(self) -> dict[str, Any]:
-        """Let the run end; return what it was."""
-        self.go()
+        """Wait for the end of a run whose last gate is open; return what it was."""
         done = self.read()
         if self._process.wait(timeout=60) != 0:
             raise RuntimeError(f"{self.name} did not end in order:\n{self._log.read_text()[-4000:]}")
@@ -130,20 +128,24 @@ def main() -> None:
         serve(side, Path(model), Path(directory), int(steps), json.loads(settings))
         return
     warm = 1 if arguments.quick else 2
-    measured = {case: QUICK_STEPS[case] if arguments.quick else arguments.repeats for case in arguments.cases}
     settings = {**SETTINGS, **json.loads(arguments.settings)}
     models = {case: checkpoint(CASES[case]) for case in arguments.cases}
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="turnwise-bench-") as scratch, contextlib.ExitStack() as stack:
         sides: dict[str, dict[str, Side]] = {}
         for case, model in models.items():
-            # All start at once, and nothing is measured before each stands at its first gate.
-            sides[case] = start(case, model, Path(scratch), warm + measured[case], settings, stack)
+            # All start and warm up at once; nothing is measured before each stands at the gate of its first such step.
+            sides[case] = start(case, model, Path(scratch), warm + arguments.repeats, settings, stack)
         for pair in sides.values():
             for side in pair.values():
-                side.read()
+                for _ in range(warm):
+                    side.go()
+        for pair in sides.values():
+            for side in pair.values():
+                for _ in range(1 + warm):
+                    side.read()
         for case, pair in sides.items():
-            results[case] = measure(case, pair, warm, measured[case], settings)
+            results[case] = measure(case, pair, arguments.repeats, settings)
     show(results)
     report(
         {
@@ -152,7 +154,7 @@ def main() -> None:
             "config": {
                 "settings": settings,
                 "warm_up_steps": warm,
-                "measured_steps": measured,
+                "measured_steps": arguments.repeats,
                 **{case: result.pop("config") for case, result in results.items()},
             },
             "machine": machine("turnwise", "trl", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
@@ -162,7 +164,7 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(__doc__ or "", repeats=7, quick_repeats=2)
+    made = parser(__doc__ or "", repeats=7, quick_repeats=1)
     made.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     made.add_argument("--settings", default="{}", help="JSON over the settings of both sides, to try others")
     made.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
@@ -192,14 +194,16 @@ def start(
     return pair
 
 
-def measure(case: str, pair: dict[str, Side], warm: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
+def measure(case: str, pair: dict[str, Side], steps: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Let the sides take steps in turn, and hold what they did against each other."""
-    for number in range(warm + steps):
+    for number in range(steps):
         for name in sorted(pair, reverse=number % 2 == 1):
             pair[name].step()
-        print(f"{case} step {number + 1}: {_line(pair)}", file=sys.stderr, flush=True)
+        print(f"{case} {number + 1}/{steps}: {_line(pair)}", file=sys.stderr, flush=True)
+    for side in pair.values():
+        side.go()
     done = {name: side.end() for name, side in pair.items()}
-    samples = {name: side.samples[warm:] for name, side in pair.items()}
+    samples = {name: side.samples for name, side in pair.items()}
     check(case, samples, done, settings)
     return summary(samples, done)
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
 
 from harness.trl_gate import Gate
 from harness.trl_lookup import PeerLookup, answers, people, question, task_id
@@ -45,52 +52,63 @@ def configuration(directory: Path, steps: int, settings: Mapping[str, Any]) -> d
     }
 
 
+@dataclass
+class Notes:
+    """What was asked, answered and generated, noted while TRL works."""
+
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    answers: dict[str, dict[str, str]] = field(default_factory=dict)
+    step: dict[str, Any] = field(default_factory=dict)
+    asked: list[list[int]] = field(default_factory=list)
+
+    def generated(self, prompt_ids: list[list[int]], masks: list[list[int]]) -> None:
+        """Take the prompts of a step, and of each episode which of its later tokens were sampled."""
+        # A turn is a run of sampled tokens: what a tool answered stands between two.
+        begins = sum(one and not before for row in masks for before, one in zip([0, *row], row, strict=False))
+        self.asked = prompt_ids
+        self.step = {"episodes": len(masks), "sampled": sum(map(sum, masks)), "turns": begins, "updates": 1}
+
+    def reward(self, completions: Any, environments: Any, task: Any, **_: Any) -> list[float]:
+        """Score the episodes of a step: TRL's reward function."""
+        rewards = [each._reward(said) for each, said in zip(environments, completions, strict=True)]
+        self.step["reward"] = sum(rewards) / len(rewards)
+        for name, said, ids in zip(task, completions, self.asked, strict=True):
+            if self.prompts.setdefault(name, ids) != ids:
+                raise ValueError(f"task {name} was asked in two ways")
+            self.answers.setdefault(name, {}).update(answers(said))
+        return rewards
+
+
+class NotedTrainer(GRPOTrainer):
+    """GRPOTrainer that tells what it generated."""
+
+    notes: Notes
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        found = super()._generate(prompts)
+        self.notes.generated(found[0], found[2])
+        return found
+
+
+class AtGate(TrainerCallback):
+    """Stops at the gate before the first step and after every one."""
+
+    def __init__(self, gate: Gate, notes: Notes) -> None:
+        self._gate = gate
+        self._notes = notes
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._gate.wait()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._gate.wait(**self._notes.step)
+
+
 def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[str, Any]) -> None:
     """Train for so many steps, and report what was done."""
-    import torch
-    from datasets import Dataset, disable_progress_bars
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from transformers.utils import logging
-    from trl import GRPOConfig, GRPOTrainer
-
     torch.set_num_threads(1)
     disable_progress_bars()
     logging.disable_progress_bar()
-    counts: dict[str, Any] = {}
-    prompts: dict[str, list[int]] = {}
-    calls: dict[str, dict[str, str]] = {}
-
-    class Counted(GRPOTrainer):  # type: ignore[misc]
-        """Notes what was generated."""
-
-        def _generate(self, prompts: list[Any]) -> Any:
-            generated = super()._generate(prompts)
-            prompt_ids, _, mask = generated[:3]
-            counts["prompt_ids"] = prompt_ids
-            counts["episodes"] = len(mask)
-            counts["sampled"] = sum(map(sum, mask))
-            # A turn is a run of sampled tokens: what a tool answered stands between two.
-            counts["turns"] = sum(
-                sum(one and not before for before, one in zip([0, *row], row, strict=False)) for row in mask
-            )
-            return generated
-
-    def reward(completions: Any, environments: Any, task: Any, **_: Any) -> list[float]:
-        rewards = [each._reward(said) for each, said in zip(environments, completions, strict=True)]
-        counts["reward"] = sum(rewards) / len(rewards)
-        for name, said, ids in zip(task, completions, counts.pop("prompt_ids"), strict=True):
-            if prompts.setdefault(name, ids) != ids:
-                raise ValueError(f"task {name} was asked in two ways")
-            calls.setdefault(name, {}).update(answers(said))
-        return rewards
-
-    class AtGate(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            gate.wait()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            gate.wait(**counts, updates=1)
-
     rows = [
         {"prompt": [{"role": "user", "content": question(person)}], "task": task_id(index), "person": person}
         for index, person in enumerate(people(steps * settings["groups"]))
@@ -102,18 +120,22 @@ def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[
     rates = {"lr": settings["lr"], "betas": tuple(settings["betas"]), "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(loaded.parameters(), **rates, fused=True)
     warmup = settings["warmup_steps"]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
-    trainer = Counted(
+    notes = Notes()
+    trainer = NotedTrainer(
         model=loaded,
         args=GRPOConfig(**given),
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         train_dataset=Dataset.from_list(rows),
-        reward_funcs=reward,
+        reward_funcs=notes.reward,
         environment_factory=PeerLookup,
-        callbacks=[AtGate()],
-        optimizers=(optimizer, schedule),
+        callbacks=[AtGate(gate, notes)],
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / warmup))),
     )
+    trainer.notes = notes
     trainer.train()
-    attention = loaded.config._attn_implementation
-    config = {"trainer": given, "optimizer": {"name": "AdamW, fused", **rates, "warmup_steps": warmup}}
-    gate.finish(config={**config, "attention": attention}, prompts=prompts, answers=calls)
+    config = {
+        "trainer": given,
+        "optimizer": {"name": "AdamW, fused", **rates, "warmup_steps": warmup},
+        "attention": loaded.config._attn_implementation,
+    }
+    gate.finish(config=config, prompts=notes.prompts, answers=notes.answers)

@@ -1,0 +1,26 @@
+"""What a run leaves of the process that it ran in."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+import pytest
+
+from support.lookup_run import MODEL, build_model, shared, silent, train_config
+from turnwise.trainer.run import open_run
+
+
+def test_collections_pass_over_what_was_loaded_while_a_run_is_open_and_no_longer(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    config = train_config(shared(tmp_path_factory, "lookup-model", build_model) / MODEL, tmp_path)
+
+    async def open_and_close() -> int:
+        async with open_run(config, tmp_path / "run", silent()):
+            return gc.get_freeze_count()
+
+    assert gc.get_freeze_count() == 0
+    assert asyncio.run(open_and_close()) > 100_000
+    assert gc.get_freeze_count() == 0
