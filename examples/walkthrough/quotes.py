@@ -28,7 +28,7 @@ from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
 from turnwise.inference.ledger import read_ledger
 from turnwise.rollout.batches import read_batches
-from turnwise.trainer.experience import weigh
+from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
@@ -266,16 +266,10 @@ def update(page: Page, parts: Parts, walked: Walked) -> None:
     check(walked.metrics["gap/max"] <= CLOSE, "the rollout and the trainer disagree about log-probabilities")
     weighed, normalizer = weigh(walked.experience.rows, ALGORITHM.loss_aggregation)
     [micro] = pack(weighed, BATCH.max_tokens_per_micro_batch)
+    page.add("weights", f"weights     {[row.weight for row in weighed]}", f"normaliser  {normalizer}")
     page.add("micro-batch", *micro_batch(micro))
     sums = [float(row.advantage) * row.weight * row.sample.trained_tokens for row in weighed]
     by_hand = -sum(sums) / normalizer
-    page.add(
-        "loss",
-        f"weights     {[row.weight for row in weighed]}",
-        f"normaliser  {normalizer}",
-        f"loss        -({' '.join(f'{value:+.4f}' for value in sums)}) / {normalizer} = {by_hand:.4f}",
-        approximate=True,
-    )
     old = Learner.create(parts.start.policy, total_steps=1)
     stats = old.forward_backward([micro], PolicyObjective.of(ALGORITHM), normalizer)
     check(abs(stats.loss - walked.metrics["train/loss"]) < 1e-5, "the passes made again have another loss")
@@ -288,6 +282,11 @@ def update(page: Page, parts: Parts, walked: Walked) -> None:
         approximate=True,
     )
     page.add("policy", *policy(parts, weighed, micro, old.logprobs([micro])[0]), approximate=True)
+    page.add(
+        "loss",
+        f"loss  -({' '.join(f'{value:+.4f}' for value in sums)}) / {normalizer} = {by_hand:.4f}",
+        approximate=True,
+    )
 
 
 def policy(parts: Parts, rows: Sequence[TrainRow], micro: MicroBatch, before: torch.Tensor) -> list[str]:

@@ -17,7 +17,7 @@ from turnwise.evaluation.config import EvalPlan, RendererConfig
 from turnwise.inference.config import InferenceConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.trainer.advantages import advantage_fn
-from turnwise.trainer.losses import LossAggregation
+from turnwise.trainer.aggregation import LossAggregation
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
@@ -127,7 +127,7 @@ class AlgorithmConfig(_Section):
         clip_high: How far it may rise above 1.
         dual_clip: Bound of the ratio for tokens with negative advantage; None is no bound.
         entropy_coef: Weight of the entropy bonus.
-        loss_aggregation: What a loss is averaged over (``trainer/losses.py``, ``loss_weights``).
+        loss_aggregation: What a loss is averaged over (``trainer/aggregation.py``).
         epochs: How often a batch is gone through.
         minibatches: Optimizer steps per epoch.
         old_logprobs: What the ratio is taken against: ``rollout`` (what the server reported when it sampled) or

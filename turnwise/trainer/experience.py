@@ -1,20 +1,19 @@
 """From finished groups to the rows of a train step.
 
-Owns: :func:`build_experience` (rewards, advantages, rows, what was left out and why) and :func:`weigh` (the weights and
-the normaliser of one optimizer step). Refuses: updating anything.
+Owns: :func:`build_experience` (rewards, advantages, rows, what was left out and why). Refuses: the weights of rows in a
+loss (``packing.py``), and updating anything.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from turnwise.trainer.advantages import advantage_fn
 from turnwise.trainer.config import AlgorithmConfig
-from turnwise.trainer.losses import LossAggregation, loss_weights
 from turnwise.trainer.packing import TrainRow
 from turnwise.trajectory import Trajectory, TrajectoryGroup, to_samples
 
@@ -87,14 +86,6 @@ def build_experience(
         "batch/empty_leaves": float(empty),
     }
     return Experience(rows, metrics)
-
-
-def weigh(rows: Sequence[TrainRow], mode: LossAggregation) -> tuple[list[TrainRow], float]:
-    """Return the rows of one optimizer step with their loss weights, and the normaliser of that step."""
-    weights, normalizer = loss_weights(
-        [row.sample.trained_tokens for row in rows], [row.sample.trajectory_id for row in rows], mode
-    )
-    return [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)], normalizer
 
 
 def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> dict[str, float]:

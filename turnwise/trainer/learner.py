@@ -131,7 +131,7 @@ class Learner:
         Args:
             batches: The micro-batches; how rows are split over them does not change the result.
             objective: The loss.
-            normalizer: What sums are divided by: that of the whole optimizer step (``losses.loss_weights``).
+            normalizer: What sums are divided by: that of the whole optimizer step (``aggregation.py``).
 
         Raises:
             TrainError: The normaliser is not above 0.

@@ -1,22 +1,15 @@
 """Losses: pure functions of tensors that return sums.
 
-Owns: the formulas. Refuses: means. Whoever calls divides by a normaliser of the whole step
-(:func:`loss_weights`), which makes gradients independent of how rows are split over micro-batches and ranks.
+Owns: the formulas. Refuses: means. Whoever calls divides by a normaliser of the whole step (``aggregation.py``), which
+makes gradients independent of how rows are split over micro-batches and ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
-
-from turnwise.errors import TrainError
-
-LossAggregation: TypeAlias = Literal["token_mean", "trajectory_mean", "trajectory_sum"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude before they are exponentiated: exp(20) is 4.9e8, finite in float32."""
@@ -35,44 +28,6 @@ class LossSums:
     loss: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
-
-
-def loss_weights(
-    trained_tokens: Sequence[int], trajectory_ids: Sequence[str], mode: LossAggregation
-) -> tuple[list[float], float]:
-    """Return the weight of each row's tokens and the normaliser of the step.
-
-    The loss of a step is ``sum over tokens of weight * token loss / normaliser``. Rows without a trained token count
-    in nothing; a trajectory counts once, however many rows (branches) it has.
-
-    ``token_mean``: weight 1, divided by the number of trained tokens (Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 8).
-    ``trajectory_mean``: the mean over a trajectory's tokens, averaged over trajectories (DeepSeekMath, eq. 3).
-    ``trajectory_sum``: the sum over a trajectory's tokens, averaged over trajectories.
-
-    Args:
-        trained_tokens: Per row, how many tokens it trains.
-        trajectory_ids: Per row, its trajectory.
-        mode: How tokens are aggregated.
-
-    Returns:
-        Weights, one per row, and the normaliser, at least 1.
-
-    Raises:
-        TrainError: An unknown mode, or lists of different lengths.
-    """
-    if len(trained_tokens) != len(trajectory_ids):
-        raise TrainError(f"{len(trained_tokens)} token counts for {len(trajectory_ids)} trajectory ids")
-    totals: Counter[str] = Counter()
-    for tokens, name in zip(trained_tokens, trajectory_ids, strict=True):
-        totals[name] += tokens
-    trajectories = sum(1 for total in totals.values() if total)
-    if mode == "token_mean":
-        return [1.0] * len(trained_tokens), float(max(1, totals.total()))
-    if mode == "trajectory_sum":
-        return [1.0] * len(trained_tokens), float(max(1, trajectories))
-    if mode == "trajectory_mean":
-        return [1.0 / totals[name] if totals[name] else 0.0 for name in trajectory_ids], float(max(1, trajectories))
-    raise TrainError(f"algorithm.loss_aggregation is {mode!r}; allowed: token_mean, trajectory_mean, trajectory_sum")
 
 
 def ppo_clip_loss(

@@ -1,7 +1,7 @@
 """From training rows to packed micro-batches.
 
-Owns: :class:`TrainRow`, :class:`MicroBatch`, :func:`pack` and :func:`minibatches`. Refuses: padding (a micro-batch is
-``[1, T]`` with segments, nothing else exists) and any decision about advantages or weights; rows bring theirs.
+Owns: :class:`TrainRow`, :class:`MicroBatch` and :func:`pack`. Refuses: padding (a micro-batch is ``[1, T]`` with
+segments, nothing else exists) and any decision about advantages or weights; rows bring theirs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TrainRow:
     Attributes:
         sample: The ids, the mask and what the rollout recorded.
         advantage: One number for all its trained tokens, or float32 of shape [tokens]. 0 where a loss reads none.
-        weight: Loss weight of each of its trained tokens (see ``losses.loss_weights``).
+        weight: Loss weight of each of its trained tokens (see ``aggregation.py``).
         temperature: What the logits were divided by when it was sampled; 0 (greedy) counts as 1.
     """
 
@@ -115,30 +115,6 @@ def pack(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
         while first_open < len(bins) and room[first_open] <= 0:
             first_open += 1
     return [_lay(rows, members) for members in bins]
-
-
-def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[TrainRow]]:
-    """Split the rows of a step into ``count`` parts for as many optimizer steps.
-
-    Rows of one trajectory stay together. Trajectories are shuffled by ``seed`` and dealt out one after the other;
-    with ``count`` 1 the rows come back in their order.
-
-    Raises:
-        TrainError: ``count`` is below 1.
-    """
-    if count < 1:
-        raise TrainError(f"minibatches is {count}; it must be at least 1")
-    if count == 1:
-        return [list(rows)]
-    by_trajectory: dict[str, list[TrainRow]] = {}
-    for row in rows:
-        by_trajectory.setdefault(row.sample.trajectory_id, []).append(row)
-    names = list(by_trajectory)
-    np.random.default_rng(seed).shuffle(names)
-    parts: list[list[TrainRow]] = [[] for _ in range(min(count, len(names)))]
-    for number, name in enumerate(names):
-        parts[number % len(parts)].extend(by_trajectory[name])
-    return parts
 
 
 def _check(index: int, row: TrainRow) -> None:

@@ -24,8 +24,8 @@ from turnwise.errors import SessionError, TaskError, TrainError
 from turnwise.inference.core import Renderer
 from turnwise.inference.renderer import save_format
 from turnwise.inference.scripted import replay
+from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.config import SFTConfig
-from turnwise.trainer.experience import weigh
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked, update_metrics

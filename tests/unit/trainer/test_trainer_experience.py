@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.config import AlgorithmConfig
-from turnwise.trainer.experience import build_experience, weigh
+from turnwise.trainer.experience import build_experience
 from turnwise.trainer.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason

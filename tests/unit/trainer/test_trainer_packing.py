@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import TrainError
-from turnwise.trainer.packing import TrainRow, minibatches, pack
+from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trajectory import TrainSample
 
 
@@ -97,22 +97,3 @@ def test_bad_rows_are_named(row: Callable[..., TrainRow], change: dict[str, obje
 def test_bad_budget() -> None:
     with pytest.raises(TrainError, match="max_tokens_per_micro_batch is 0"):
         pack([], 0)
-
-
-def test_minibatches_keep_trajectories_whole(row: Callable[..., TrainRow]) -> None:
-    rows = [row(4, name=f"t{n % 5}", leaf=n) for n in range(12)]
-    parts = minibatches(rows, 3, seed=1)
-    assert len(parts) == 3
-    homes: dict[str, set[int]] = {}
-    for number, part in enumerate(parts):
-        for each in part:
-            homes.setdefault(each.sample.trajectory_id, set()).add(number)
-    assert all(len(places) == 1 for places in homes.values())
-    leaves = [[each.sample.leaf for each in part] for part in parts]
-    assert sorted(leaf for part in leaves for leaf in part) == list(range(12))
-    assert [[each.sample.leaf for each in part] for part in minibatches(rows, 3, seed=1)] == leaves
-    assert minibatches(rows, 1, seed=9) == [rows]
-    # More parts than trajectories: no part is empty.
-    assert len(minibatches(rows, 50, seed=0)) == 5
-    with pytest.raises(TrainError, match="minibatches is 0"):
-        minibatches(rows, 0, seed=0)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from turnwise.errors import TrainError
 from turnwise.trainer.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.update import minibatches, update_policy
 
 Row = Callable[..., TrainRow]
 Models = Callable[..., Path]
@@ -134,3 +135,22 @@ def test_a_step_without_rows_changes_nothing(model_dir: Models) -> None:
     update(watched, [])
     after = watched.learner.policy.model.parameters()
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_minibatches_keep_trajectories_whole(row: Callable[..., TrainRow]) -> None:
+    rows = [row(4, name=f"t{n % 5}", leaf=n) for n in range(12)]
+    parts = minibatches(rows, 3, seed=1)
+    assert len(parts) == 3
+    homes: dict[str, set[int]] = {}
+    for number, part in enumerate(parts):
+        for each in part:
+            homes.setdefault(each.sample.trajectory_id, set()).add(number)
+    assert all(len(places) == 1 for places in homes.values())
+    leaves = [[each.sample.leaf for each in part] for part in parts]
+    assert sorted(leaf for part in leaves for leaf in part) == list(range(12))
+    assert [[each.sample.leaf for each in part] for part in minibatches(rows, 3, seed=1)] == leaves
+    assert minibatches(rows, 1, seed=9) == [rows]
+    # More parts than trajectories: no part is empty.
+    assert len(minibatches(rows, 50, seed=0)) == 5
+    with pytest.raises(TrainError, match="minibatches is 0"):
+        minibatches(rows, 0, seed=0)

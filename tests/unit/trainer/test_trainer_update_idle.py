@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.experience import weigh
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import TrainRow, pack
