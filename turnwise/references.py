@@ -11,7 +11,9 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from turnwise.errors import ConfigError
@@ -34,7 +36,7 @@ def load_object(reference: str, what: str) -> Any:
         raise ConfigError(
             f"{what} {reference!r} is no reference: write pkg.mod:Name, pkg.mod.Name or path/to/file.py:Name"
         )
-    module = _import_file(Path(owner), reference, what) if owner.endswith(".py") else _import(owner, reference, what)
+    module = load_file(owner, f"{what} {reference!r}") if owner.endswith(".py") else _import(owner, reference, what)
     found: Any = module
     for part in name.split("."):
         try:
@@ -72,25 +74,53 @@ def _import(name: str, reference: str, what: str) -> Any:
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _import_file(file: Path, reference: str, what: str) -> Any:
-    path = file.expanduser().resolve()
+def load_file(file: str | Path, what: str) -> ModuleType:
+    """Return the module that a Python file makes. It is run when it is first loaded, however often that is asked.
+
+    Args:
+        file: The file.
+        what: What it is loaded for, as a message begins.
+
+    Raises:
+        ConfigError: There is no such file, or running it failed; the message names the line.
+    """
+    path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"{what} {reference!r}: there is no file {path}")
+        raise ConfigError(f"{what}: there is no file {path}")
+    program = sys.modules.get("__main__")
+    file_run = None if program is None else vars(program).get("__file__")
+    if program is not None and file_run is not None and Path(file_run).resolve() == path:
+        # The file is the program that runs: run once more, it would register everything a second time.
+        return program
     # A name that only the path decides: the class of an object pickled here is found again elsewhere.
     name = f"turnwise_file_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
+    loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+    known = next((each for each in loaded if vars(each).get("__file__") == str(path)), None)
+    if known is not None:
+        # It was imported as a module: run once more, it would register everything a second time.
+        return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{what} {reference!r}: {path} is no Python file")
+        raise ConfigError(f"{what}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a file of the user's runs here: whatever it raises is named
         del sys.modules[name]
-        raise ConfigError(f"{what} {reference!r}: running {path} failed: {type(error).__name__}: {error}") from error
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(f"{what}: running {_place(path, error)} failed: {type(error).__name__}: {text}") from error
     return module
+
+
+def _place(path: Path, error: Exception) -> str:
+    """Return where in a file an error arose, as ``file:line``."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)
 
 
 def _kind(found: Any) -> str:

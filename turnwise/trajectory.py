@@ -85,6 +85,7 @@ class Trajectory:
         stop_reason: Why it ended.
         error: ``ErrorType: message`` where an error ended it.
         metrics: Counts and times of this trajectory.
+        turn_metrics: Those of them that one turn brought, by turn id: its calls, and what its tools measured.
         partition: ``train`` or ``val``.
         attempt: 0 for the first attempt at this episode, counted up by retries.
         seed: Seed with which the environment was reset.
@@ -101,6 +102,7 @@ class Trajectory:
     stop_reason: StopReason = StopReason.COMPLETED
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     partition: str = "train"
     attempt: int = 0
     seed: int = 0
@@ -250,6 +252,7 @@ class TrajectoryGroup:
         trajectories: The members.
         partition: ``train`` or ``val``.
         failed: How many members ended in an error and are not among ``trajectories``.
+        source: What their task's figures are counted under, where there are several sources.
     """
 
     id: str
@@ -257,6 +260,7 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
     partition: str = "train"
     failed: int = 0
+    source: str | None = None
 
     def to_bytes(self) -> bytes:
         """Return one line of JSON that :meth:`from_bytes` reads back."""
@@ -265,6 +269,7 @@ class TrajectoryGroup:
             "task_id": self.task_id,
             "partition": self.partition,
             "failed": self.failed,
+            "source": self.source,
             "schema_version": SCHEMA_VERSION,
             "trajectories": [orjson.Fragment(member.to_bytes()) for member in self.trajectories],
         }

@@ -20,6 +20,7 @@ from harness.measure import ROOT, cached, contents
 from harness.trl_lookup import TOOLS
 
 EXAMPLE = ROOT / "examples" / "lookup"
+SMALL_MODEL = ROOT / "examples" / "small_model"
 DEMONSTRATIONS = 4480
 SFT: dict[str, Any] = {
     "steps": 160,
@@ -49,7 +50,7 @@ def checkpoint(vocabulary: int) -> Path:
         "sft": SFT,
         "model": MODEL,
         "tools": TOOLS,
-        "files": contents(template, EXAMPLE / "teacher.py", EXAMPLE / "make_model.py", Path(__file__)),
+        "files": contents(template, EXAMPLE / "teacher.py", *sorted(SMALL_MODEL.glob("*.py")), Path(__file__)),
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
     }
     return cached("trl-lookup", inputs, lambda directory: _build(directory, vocabulary, template)) / "sft" / "model"
@@ -64,7 +65,7 @@ def trl_template(name: str) -> Path:
 
 
 def _build(directory: Path, vocabulary: int, template: Path) -> None:
-    sys.path.insert(0, str(EXAMPLE))
+    sys.path[:0] = [str(EXAMPLE), str(SMALL_MODEL)]
     import torch
     from make_model import rendered, values
     from rich.console import Console

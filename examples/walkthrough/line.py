@@ -32,7 +32,7 @@ from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import BatchRef, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.writer import TrajectoryWriter
-from turnwise.tasks import load_tasks
+from turnwise.tasks import HeldOrder, load_tasks
 from turnwise.trainer.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trainer.experience import Experience, build_experience
@@ -44,6 +44,7 @@ from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import Completion, Message, SamplingParams, TokenPrompt, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lookup"))
+sys.path.insert(1, str(Path(__file__).parents[1] / "small_model"))
 
 from make_model import make_model
 from teacher import demonstrations
@@ -177,7 +178,7 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
 async def walk(parts: Parts) -> Walked:
     """Walk the line: one train step."""
     # From the dataset to a finished group.
-    stream = TaskStream(load_tasks(parts.start.rows), seed=0, shuffle=False)
+    stream = TaskStream(HeldOrder(load_tasks(parts.start.rows), seed=0, shuffle=False))
     requests = stream.take(groups=1, group_size=2)
     parts.producer.generate_sequences(requests)
     batch, waiting = await parts.buffer.sample(1, "train", 1)

@@ -31,7 +31,9 @@ class Page:
 
 
 def fields(value: Any) -> list[str]:
-    return [f"{each.name:<8} {getattr(value, each.name)!r}" for each in dataclasses.fields(value)]
+    names = [each.name for each in dataclasses.fields(value)]
+    width = max(map(len, names))
+    return [f"{name:<{width}} {getattr(value, name)!r}" for name in names]
 
 
 def own(message: Mapping[str, Any]) -> Message:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from turnwise.envs import EnvSpec, check_env
+from turnwise.envs import EnvSpec, calculator, check_env, math
 from turnwise.envs.lookup import tasks
 from turnwise.tasks import Task
 
@@ -15,7 +15,29 @@ def right_length(task, final):
 
 
 CASES = {
+    "calculator": [
+        (EnvSpec("calculator"), None),
+        (EnvSpec("calculator", {"operations": 4, "largest": 500}), None),
+        (EnvSpec("calculator"), next(calculator.tasks(1, split="test"))),
+    ],
+    "guess_number": [
+        (EnvSpec("guess_number"), None),
+        (EnvSpec("guess_number", {"low": -5, "high": 5, "guesses": 1}), Task("a", "", {"number": -5})),
+    ],
+    "math": [
+        (EnvSpec("math"), next(math.tasks(1, split="test"))),
+        (EnvSpec("math", {"instructions": None}), Task("a", "What is $x$?", {"answer": "\\sqrt{2}"})),
+    ],
     "lookup": [(EnvSpec("lookup"), None), (EnvSpec("lookup"), next(tasks(1, split="test")))],
+    "gymnasium": [
+        (EnvSpec("gymnasium", {"env_id": env_id}), None)
+        for env_id in ("FrozenLake-v1", "Taxi-v4", "Blackjack-v1", "CartPole-v1")
+    ],
+    "gymnasium_tools": [(EnvSpec("gymnasium_tools", {"env_id": "FrozenLake-v1"}), None)],
+    "retail": [(EnvSpec("retail"), None)],
+    "search": [(EnvSpec("search"), None)],
+    "sql": [(EnvSpec("sql"), None)],
+    "tool": [(EnvSpec("tool", {"scorer": f"{__name__}:right_length"}), Task("a", "say much", {"least": 30}))],
     "single_turn": [
         (EnvSpec("single_turn", {"scorer": f"{__name__}:right_length"}), Task("a", "say much", {"least": 3}))
     ],

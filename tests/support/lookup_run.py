@@ -31,13 +31,17 @@ from turnwise.trainer.config import SFTConfig, TrainConfig
 from turnwise.trainer.sft import run_sft
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lookup"
+SMALL_MODEL = EXAMPLE.parent / "small_model"
 DEADLINE_S = 90.0
 GROUPS, MEMBERS = 2, 4
 
 
 def example(name: str) -> ModuleType:
-    """Return a module of the example, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"example_lookup_{name}", EXAMPLE / f"{name}.py")
+    """Return a module of the example, or of what it shares with others; neither is a package."""
+    if str(SMALL_MODEL) not in sys.path:
+        sys.path.append(str(SMALL_MODEL))
+    file = next(folder / f"{name}.py" for folder in (EXAMPLE, SMALL_MODEL) if (folder / f"{name}.py").exists())
+    spec = importlib.util.spec_from_file_location(f"example_lookup_{name}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

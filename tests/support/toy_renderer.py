@@ -24,8 +24,12 @@ class ToyRenderer:
 
     def __init__(self) -> None:
         self.stop_ids = frozenset([END])
+        self.media: frozenset[str] = frozenset()
         self.why = ""
         self.encoded = 0
+
+    def count(self, text: str) -> int:
+        return len(text)
 
     def text(self, text: str) -> list[int]:
         self.encoded += len(text)

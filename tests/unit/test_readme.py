@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.toy_renderer import ToyRenderer
-from turnwise.envs.checker import check_env
-from turnwise.envs.registration import make
+from turnwise.envs import check_env
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -18,26 +17,28 @@ from turnwise.tasks import Task
 from turnwise.types import ToolCall
 
 README = Path(__file__).parents[2] / "README.md"
+HELLO = README.parent / "examples" / "hello" / "env.py"
+DICE = f"{HELLO}:Dice"
 
 
 @pytest.fixture(scope="module")
 def code() -> str:
     [block] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     return block
 
 
 def test_an_environment_with_a_tool_has_twenty_lines_at_most(code: str) -> None:
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
-    assert "@function_tool" in code
+    assert "@turnwise.function_tool" in code
+    assert code == HELLO.read_text()
 
 
-async def test_it_passes_the_checker(code: str) -> None:
-    report = await check_env(make("dice"))
+async def test_it_passes_the_checker() -> None:
+    report = await check_env(DICE)
     assert report.ok, report.findings
 
 
-async def test_an_agent_that_looks_at_both_dice_is_right(code: str) -> None:
+async def test_an_agent_that_looks_at_both_dice_is_right() -> None:
     renderer = ToyRenderer()
 
     def script(request):
@@ -48,7 +49,7 @@ async def test_an_agent_that_looks_at_both_dice_is_right(code: str) -> None:
         seen = [int(number) for number in re.findall(r"=look:(\d)", request.text)]
         return str(sum(seen))
 
-    config = RolloutConfig(env=SpecConfig(name="dice"))
+    config = RolloutConfig(env=SpecConfig(name=DICE))
     producer = await RolloutProducer.create(config, ScriptedClient(renderer, script), None, RolloutParts(renderer))
     groups = await producer.gather([RolloutRequest(Task(str(n), "dice")) for n in range(5)])
     await producer.close()

@@ -10,12 +10,14 @@ import asyncio
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+from turnwise.agents.room import fit_messages, room_for_answers
 from turnwise.envs.core import Env, StepResult, invoke
+from turnwise.envs.results import ScoreParts
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetSpent, EnvError, RegistryError
 from turnwise.inference.session import Session
@@ -73,6 +75,7 @@ class Episode:
         deadline: Event loop time at which the runner ends the episode, or None.
         rewards: Reward events so far.
         metrics: Counts and times so far.
+        turn_metrics: Those that one turn brought, by session and turn id.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Episode:
         self.deadline = deadline
         self.rewards: list[Reward] = []
         self.metrics: dict[str, float] = {}
+        self.turn_metrics: dict[tuple[str, str], dict[str, float]] = {}
         self.scored = False
         self.ended = False
         self.stop_reason = StopReason.COMPLETED
@@ -155,7 +159,7 @@ class Episode:
         named = info.get("rewards") or ({"step": result.reward} if result.reward else {})
         for name, value in named.items():
             self.note(name, value, turn, agent=agent)
-        self.count(info.get("metrics") or {})
+        self.count(info.get("metrics") or {}, turn, agent=agent)
         self._check_threads()
         if result.terminated or result.truncated:
             self.ended = True
@@ -163,7 +167,11 @@ class Episode:
             self.final = message if result.terminated else None
             reason = info.get("stop_reason") or StopReason.ENV_TRUNCATED
             self.stop_reason = StopReason.COMPLETED if result.terminated else StopReason(reason)
-        return result
+            return result
+        calls = len(message.get("tool_calls") or ())
+        answers = cast("list[Message]", result.observation)
+        fitted = self._fit(answers, turn, calls, agent)
+        return result if fitted is answers else result._replace(observation=fitted)
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
         """Answer one tool call, outside of a step. Its reward is noted on the turn that made the call.
@@ -183,13 +191,36 @@ class Episode:
             raise AgentError("episode.call was called after the episode ended: stop when a step says so")
         self._check_invalid(self._env)
         response: ToolResponse = await self._invoke("call", call)
+        turn = self.session_for(agent).turn_of_call(call.id)
         if response.reward is not None:
-            turn = self.session_for(agent).turn_of_call(call.id)
             self.note(f"tool/{call.name}", response.reward, turn, agent=agent)
-        self.count({"tool_calls": 1.0, "tool_errors": float(response.error is not None), **response.metrics})
+        measured = {f"{call.name}/{name}": value for name, value in response.metrics.items()}
+        failed = float(response.error is not None)
+        self.count({"tool_calls": 1.0, "tool_errors": failed, **measured}, turn, agent=agent)
         self._check_threads()
         self._check_invalid(self._env)
+        if response.text:
+            # Its siblings are answered by calls of their own: each gets an equal share.
+            last = self.session_for(agent).last
+            calls = 0 if last is None else len(last.get("tool_calls") or ())
+            [answer] = self._fit([{"role": "tool", "content": response.text}], turn, calls, agent, share=True)
+            response.text = str(answer["content"])
         return response
+
+    def _fit(
+        self, messages: list[Message], turn_id: str | None, calls: int, agent: str, *, share: bool = False
+    ) -> list[Message]:
+        """Cut answers of tools that would not fit into what is left of the context behind a turn."""
+        session, count_tokens = self._sessions.get(agent), self._env.count_tokens
+        left = None if session is None or turn_id is None or not calls else session.room_behind(turn_id)
+        if left is None or count_tokens is None:
+            return messages
+        room = room_for_answers(left, self.limits.context_length, self.limits.max_tokens_per_turn, calls)
+        found, cut = fit_messages(messages, room // calls if share else room, count_tokens)
+        if not cut:
+            return messages
+        self.count({"tool_answers_cut": float(cut)}, turn_id, agent=agent)
+        return found
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
         """Note a reward on a turn, or with None on the episode.
@@ -200,8 +231,8 @@ class Episode:
         _finite(f"episode.note: reward {name!r}", value)
         self.rewards.append(Reward(agent, turn_id, name, float(value)))
 
-    def count(self, metrics: dict[str, float]) -> None:
-        """Add to the episode's metrics.
+    def count(self, metrics: Mapping[str, float], turn_id: str | None = None, *, agent: str = "main") -> None:
+        """Add to the episode's metrics, and to those of a turn where one is named.
 
         Raises:
             AgentError: One is not finite.
@@ -209,6 +240,9 @@ class Episode:
         for name, value in metrics.items():
             _finite(f"episode.count: metric {name!r}", value)
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+            if turn_id is not None and value:
+                of_turn = self.turn_metrics.setdefault((agent, turn_id), {})
+                of_turn[name] = of_turn.get(name, 0.0) + float(value)
 
     def finish(self, reason: StopReason, final: Message | None = None) -> None:
         """Say how the agent's run ended, and which message is its answer.
@@ -235,9 +269,10 @@ class Episode:
             if failure is not None:
                 raise failure
         self.scored = True
-        parts: dict[str, float] = await invoke(self._env, "score", self.answer(), executor=self._executor)
+        parts: ScoreParts = await invoke(self._env, "score", self.answer(), executor=self._executor)
         for name, value in parts.items():
             self.note(name, value)
+        self.count(parts.metrics)
         self._check_threads()
 
     def answer(self) -> Message | None:

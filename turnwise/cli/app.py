@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from turnwise import __version__
-from turnwise.cli import audit, check_env, evaluate, serve, sft, train, view
+from turnwise.cli import audit, check_env, evaluate, mcp, serve, sft, train, view
 from turnwise.errors import TurnwiseError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("serve")(serve.command)
 app.command("view")(view.command)
 app.command("audit")(audit.command)
 app.command("check-env")(check_env.command)
+app.command("mcp")(mcp.command)
 
 
 @app.command("version")

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from turnwise.cli.options import FunctionTools, MCPServers, ToolConfig, env_spec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from turnwise.envs import CheckReport
+    from turnwise.envs.doctor.exam import TokenCounter
 
 
 def command(
@@ -14,31 +23,80 @@ def command(
         typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of its constructor.", show_default=False),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", "-t", help="Reset it with the first task of this source.")
+        str | None,
+        typer.Option("--tasks", "-t", help="Reset it with the first tasks of this source; by default its own."),
     ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Take only so many tasks.")] = 3,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds to play.")] = 2,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one call may take.")] = 30.0,
+    context_length: Annotated[
+        int | None, typer.Option("--context-length", min=1, help="Hold lengths against this many tokens.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="Count tokens with the tokenizer in this directory.")
+    ] = None,
+    functions: FunctionTools = None,
+    tool_config: ToolConfig = None,
+    mcp: MCPServers = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Play short episodes and report where an environment breaks the contract; exit 1 if it does."""
+    """Examine an environment: contract, determinism, leaks, lengths, policies, cost; exit 1 after an error."""
     import asyncio
+    import json
 
     from rich.console import Console
-    from rich.text import Text
 
-    from turnwise.config import parse_overrides
-    from turnwise.envs import EnvSpec, check_env
+    from turnwise.envs import check_env
     from turnwise.errors import TaskError
     from turnwise.tasks import load_tasks
 
-    first = None if tasks is None else load_tasks(tasks, limit=1)
-    if first == []:
+    rows = None if tasks is None else load_tasks(tasks, limit=limit)
+    if rows == []:
         raise TaskError(f"--tasks {tasks}: there is no task in it")
-    spec = EnvSpec(env, parse_overrides(config or ()))
-    report = asyncio.run(check_env(spec, task=first[0] if first else None, seeds=tuple(range(seeds)), timeout=timeout))
-    console = Console()
-    for finding in report.findings:
-        console.print(Text(f"✗ {finding}", style="red"), soft_wrap=True)
-    words = f"{report.env}: {len(report.checks)} checks ({', '.join(report.checks)}), {len(report.findings)} findings"
-    console.print(Text(words, style="green" if report.ok else "bold red"), soft_wrap=True)
+    report = asyncio.run(
+        check_env(
+            env_spec(env, config, functions, tool_config, mcp),
+            tasks=rows,
+            seeds=tuple(range(seeds)),
+            timeout=timeout,
+            context_length=context_length,
+            count_tokens=None if model is None else _counter(model),
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        _show(report, Console())
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _counter(model: Path) -> TokenCounter:
+    from turnwise.inference.model_dir import read_model_dir
+
+    tokenizer = read_model_dir(model).tokenizer
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _show(report: CheckReport, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    for finding in (*report.errors, *report.warnings):
+        wrong = finding.severity == "error"
+        mark, style = ("✗", "red") if wrong else ("!", "yellow")
+        console.print(Text.assemble((f"{mark} {finding.check}: ", f"bold {style}"), finding.message), soft_wrap=True)
+        for label, text in (("where", finding.where), ("remedy", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}: {text}", style="dim" if label == "where" else ""), soft_wrap=True)
+    if report.figures:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in report.figures.items():
+            table.add_row(name, f"{value:.4g}")
+        console.print(table)
+    for note in report.notes:
+        console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+    for name, why in report.skipped.items():
+        console.print(Text(f"not run: {name} ({why})", style="dim"), soft_wrap=True)
+    style = "bold red" if not report.ok else "yellow" if report.warnings else "green"
+    console.print(Text(report.summary, style=style), soft_wrap=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from turnwise.envs import EnvSpec
 
 Overrides = Annotated[
     list[str] | None,
@@ -12,3 +16,36 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Values over those of the file, such as optim.lr=1e-4.", show_default=False
     ),
 ]
+
+FunctionTools = Annotated[
+    Path | None, typer.Option("--function-tool-path", help="Also offer the @function_tool functions of this file.")
+]
+ToolConfig = Annotated[
+    Path | None, typer.Option("--tool-config-path", help="Also offer the BaseTools that this YAML file lists.")
+]
+MCPServers = Annotated[
+    list[str] | None,
+    typer.Option("--mcp", help="Also offer the tools of this MCP server: its command line or its URL. Repeatable."),
+]
+
+
+def env_spec(
+    env: str, config: list[str] | None, functions: Path | None, file: Path | None, servers: list[str] | None
+) -> EnvSpec:
+    """Return the environment that a command line names, with the tools that it adds."""
+    import shlex
+
+    from turnwise.config import parse_overrides
+    from turnwise.envs import EnvSpec
+
+    tools: dict[str, Any] = {}
+    if functions is not None:
+        tools["function_tool_path"] = str(functions.absolute())
+    if file is not None:
+        tools["tool_config_path"] = str(file.absolute())
+    if servers:
+        tools["mcp"] = [
+            {"url": each} if each.startswith(("http://", "https://")) else {"command": shlex.split(each)}
+            for each in servers
+        ]
+    return EnvSpec(env, parse_overrides(config or ()), tools)

@@ -2,22 +2,100 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from turnwise.cli.options import Overrides
 
+if TYPE_CHECKING:
+    from turnwise.trainer.config import TrainConfig
+
+STEPS: Final = 100
+"""Train steps of a run without a configuration file, where nobody says how many."""
+
+
+def env_name(env: str) -> str:
+    """Return the name that runs of an environment have where nobody gives another."""
+    short = env.rpartition(":")[2].lower()
+    return "".join(letter if letter.isalnum() else "-" for letter in short).strip("-") or "run"
+
 
 def command(
-    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="The configuration, a YAML file.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
+    env: Annotated[
+        str | None, typer.Option("--env", help="A registered environment, pkg.mod:Class or file.py:Class.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="Directory of a Hugging Face model.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", "-t", help="A file of tasks, or pkg.mod:function?key=value.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the run; its directory is runs/NAME.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove an earlier run of this name first.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Check all that a run reads, print the plan, change nothing.")
+    ] = False,
 ) -> None:
     """Train a policy with reinforcement learning; goes on from the last checkpoint where there is one."""
     from turnwise.config import load_config
     from turnwise.trainer.config import TrainConfig
+
+    given = list(overrides or ())
+    if config is not None and "=" in config:
+        # Without a file, what looks like an override is one.
+        given, config = [config, *given], None
+    options: dict[str, Any] = {
+        "rollout.env.name": env,
+        "policies.main.model.path": model,
+        "tasks": tasks,
+        "name": name,
+    }
+    if config is None and not any(each.startswith(("policies", "rollout")) for each in given):
+        _say_what_is_missing(env, model)
+    # JSON is YAML, and keeps a text a text whatever it says.
+    said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
+    defaults = None if config is not None or env is None else {"name": env_name(env), "steps": STEPS}
+    checked = load_config(TrainConfig, config, [*said, *given], defaults)
+    if dry:
+        _dry_run(checked, fresh)
+        return
     from turnwise.trainer.train import run_train
 
-    run_train(load_config(TrainConfig, config, overrides or ()), fresh=fresh)
+    run_train(checked, fresh=fresh)
+
+
+def _say_what_is_missing(env: str | None, model: Path | None) -> None:
+    from turnwise.errors import ConfigError
+
+    if env is None:
+        raise ConfigError("nothing says what to train: name a configuration file, or --env NAME and --model DIR")
+    if model is None:
+        raise ConfigError("--model is missing: the directory of a Hugging Face causal model; nothing is downloaded")
+
+
+def _dry_run(config: TrainConfig, fresh: bool) -> None:
+    import asyncio
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from turnwise.trainer.dry_run import dry_run
+
+    found = asyncio.run(dry_run(config, fresh=fresh))
+    console = Console(soft_wrap=True, highlight=False)
+    for check in found.checks:
+        mark, style = {"ok": ("✓", ""), "failed": ("✗", "red"), "not run": ("-", "dim")}[check.outcome]
+        console.print(Text(f"{mark} {check.name}: {check.found}", style=style))
+    console.print()
+    for line in found.plan:
+        console.print(Text(line))
+    failed = sum(check.outcome == "failed" for check in found.checks)
+    verdict = "this run can start" if found.ok else f"{failed} of {len(found.checks)} checks failed: it cannot start"
+    console.print(Text(f"\n{config.name}: {verdict}", style="bold green" if found.ok else "bold red"))
+    if not found.ok:
+        raise typer.Exit(1)

@@ -1,24 +1,36 @@
 """Environments: what an agent acts in, under Gymnasium's names, at the level of messages."""
 
-from turnwise.envs.checker import CheckReport, Finding, check_env
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs.doctor import CheckReport, Finding, check_env
 from turnwise.envs.registration import EnvSpec, env_names, make, register
 from turnwise.envs.single_turn import SingleTurnEnv
+from turnwise.envs.solution import play_solution, tool_call
 from turnwise.envs.tool_env import ToolEnv
+from turnwise.envs.wrapper import Wrapper
+from turnwise.envs.wrappers import RecordTranscript, ShapeReward, TimeLimit, TruncateObservations, TurnLimit, wrap
 
 __all__ = [
     "CheckReport",
     "Env",
     "EnvSpec",
     "Finding",
+    "RecordTranscript",
+    "ShapeReward",
     "SingleTurnEnv",
     "StepResult",
+    "TimeLimit",
     "ToolEnv",
+    "TruncateObservations",
+    "TurnLimit",
+    "Wrapper",
     "as_messages",
     "check_env",
     "env_names",
     "invoke",
     "make",
+    "play_solution",
     "register",
     "schemas",
+    "tool_call",
+    "wrap",
 ]

@@ -1,8 +1,8 @@
 """What an environment is, and the one way in which others call it.
 
-Owns: :class:`Env`, :class:`StepResult`, and :func:`invoke`, which awaits or threads a method, holds its result to the
+Owns: :class:`Env` and :func:`invoke`, which awaits or threads a method, holds its result to the
 contract and turns what it raises into EnvError. Refuses: running tools (``tool_env.py``) and deciding when an episode
-ends (``rollout/runner.py``).
+ends (``rollout/runner.py``). What methods return stands in ``results.py``.
 """
 
 from __future__ import annotations
@@ -10,45 +10,31 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
-from turnwise.errors import EnvError, ToolSchemaError, TurnwiseError, shown
+from turnwise.envs.methods import tool_methods
+from turnwise.envs.results import Observation as Observation
+from turnwise.envs.results import ResetResult as ResetResult
+from turnwise.envs.results import Score as Score
+from turnwise.envs.results import ScoreParts as ScoreParts
+from turnwise.envs.results import StepResult as StepResult
+from turnwise.envs.results import as_messages as as_messages
+from turnwise.envs.results import check_reset, check_score, check_step
+from turnwise.errors import ConfigError, EnvError, ToolSchemaError, TurnwiseError
 from turnwise.tasks import Task
-from turnwise.tools.core import FunctionTool, Tool, as_tool
+from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
+from turnwise.tools.limits import CountTokens
+from turnwise.tools.secrets import Secret, Secrets
 from turnwise.tools.threads import ToolThreads, default_threads
-from turnwise.types import Message, Role, StopReason, ToolSchema
+from turnwise.types import Message, ToolCall, ToolSchema
 
 T = TypeVar("T")
 MaybeAwaitable: TypeAlias = T | Awaitable[T]
-Observation: TypeAlias = str | list[Message]
-"""Messages to append to the conversation; a text is one user message."""
-ResetResult: TypeAlias = tuple[Observation, dict[str, Any]]
-Score: TypeAlias = float | dict[str, float]
-
-_ROLES = frozenset(get_args(Role))
-
-
-class StepResult(NamedTuple):
-    """What a step did. Unpacks as Gymnasium's five values.
-
-    Attributes:
-        observation: Messages to append.
-        reward: Reward of this step. Where ``info["rewards"]`` is given, the sum of it.
-        terminated: The message ended the episode. It was scored: the reward holds the score.
-        truncated: The episode ends for another reason. It was not scored by the step.
-        info: Read are ``rewards`` (named parts of the reward: ``dict[str, float]``), ``metrics`` (numbers to log:
-            ``dict[str, float]``) and ``stop_reason`` (a StopReason, where truncated for another reason than
-            ``env_truncated``). Further keys are yours.
-    """
-
-    observation: Observation
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: dict[str, Any]
+Solution: TypeAlias = Generator[Any, list[Message], None]
+"""Moves of a reference solution; each ``yield`` returns what the environment answered to it."""
+AsyncSolution: TypeAlias = AsyncGenerator[Any, list[Message]]
 
 
 class Env:
@@ -62,24 +48,36 @@ class Env:
             names of registered tools.
         blocking: Whether plain (not async) methods may take long: they then run in a thread.
         score_range: The least and the largest score that is possible, where they are known; ``check_env`` asks.
+        floor: What a policy that knows nothing may score at most, where that is more than the least score.
+        default_tasks: Tasks to play where nobody names others: a source for ``load_tasks``, such as
+            ``pkg.module:function``.
+        secrets: What no error may show: names of environment variables, or values as ``pydantic.SecretStr``.
         executor: Where threads come from; the runner sets it.
+        count_tokens: Counts the tokens that a text takes of the model in use; the runner sets it. None: there is none.
         lost_thread: Whether a tool or a method that was given up still runs in its thread: the environment must not
             be used any further.
         pending_score: A scoring that began and whose result nobody has taken; kept here, since who waits for it may
             be cancelled, and ``score`` runs once.
+        conversation: What the agent and the environment said in this episode, as far as it passed through
+            :func:`invoke`; reward functions see it.
     """
 
     tools: Sequence[Any] = ()
     blocking: ClassVar[bool] = False
     score_range: ClassVar[tuple[float, float] | None] = None
+    floor: ClassVar[float | None] = None
+    default_tasks: ClassVar[str | None] = None
+    secrets: Sequence[Secret] = ()
     executor: Executor | None = None
+    count_tokens: CountTokens | None = None
     lost_thread: bool = False
-    pending_score: asyncio.Future[dict[str, float]] | None = None
+    pending_score: asyncio.Future[ScoreParts] | None = None
+    conversation: Sequence[Message] = ()
     tool_methods: ClassVar[dict[str, FunctionTool]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.tool_methods = _tool_methods(cls)
+        cls.tool_methods = tool_methods(cls)
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> MaybeAwaitable[ResetResult]:
         """Start an episode.
@@ -112,6 +110,15 @@ class Env:
         """
         return 0.0
 
+    def solve(self) -> Solution | AsyncSolution | None:
+        """Play the episode that runs as one who knows its hidden state; optional, for ``check_env`` and demonstrations.
+
+        Write it as a generator, plain or async. It yields moves: ``tool_call("name", argument=value)`` (of
+        ``turnwise.envs``), a list of such calls, a text (a message without calls), or a whole message. Each ``yield``
+        returns the messages that answered it. Played to its end it scores the most that ``score_range`` allows.
+        """
+        return None
+
     def close(self) -> MaybeAwaitable[None]:
         """Free what the environment holds. Closing twice is no error."""
 
@@ -132,6 +139,17 @@ class Env:
             found[tool.name] = tool
         return found
 
+    def add_tools(self, tools: Sequence[Tool]) -> None:
+        """Offer tools that a configuration names beside those of the class.
+
+        Raises:
+            ConfigError: This environment answers no tool calls, or names collide.
+        """
+        raise ConfigError(
+            f"{type(self).__qualname__} answers no tool calls, so it cannot offer "
+            f"{', '.join(repr(tool.name) for tool in tools)}: make it a ToolEnv, or leave the tools out"
+        )
+
     async def extra_rewards(self) -> dict[str, float]:
         """Return rewards that go with the score. For base classes; an environment writes ``score``."""
         return {}
@@ -140,55 +158,9 @@ class Env:
         """Free what a base class holds. Runs after ``close``, whatever that did; an environment writes ``close``."""
 
 
-def _tool_methods(cls: type[Env]) -> dict[str, FunctionTool]:
-    found: dict[str, FunctionTool] = {}
-    for base in reversed(cls.__mro__):
-        for attribute, value in vars(base).items():
-            inner = value.__func__ if isinstance(value, staticmethod) else value
-            if isinstance(inner, FunctionTool):
-                found[attribute] = inner
-            elif attribute in found and value is None:
-                del found[attribute]
-            elif attribute in found and attribute in vars(cls):
-                raise ToolSchemaError(
-                    f"{cls.__qualname__}.{attribute} replaces a tool of {base.__mro__[1].__qualname__} without being "
-                    f"one: decorate it with @function_tool, or write {attribute} = None to take the tool away"
-                )
-    by_name: dict[str, FunctionTool] = {}
-    for attribute, tool in found.items():
-        if tool.name in by_name:
-            raise ToolSchemaError(f"{cls.__qualname__}.{attribute}: another tool of it is called {tool.name!r} too")
-        by_name[tool.name] = tool
-    return by_name
-
-
 def schemas(env: Env) -> list[ToolSchema]:
     """Return what the model may call in an environment, in order."""
     return [tool.schema for tool in env.toolset().values()]
-
-
-def as_messages(observation: Any) -> list[Message]:
-    """Return an observation as a new list of messages.
-
-    Raises:
-        EnvError: It is neither a text, nor a message, nor a list of messages.
-    """
-    if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
-    if isinstance(observation, Mapping):
-        observation = [observation]
-    if not isinstance(observation, (list, tuple)):
-        raise EnvError(f"an observation is a text or a list of messages, not {shown(observation)}")
-    for index, message in enumerate(observation):
-        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-            raise EnvError(
-                f"observation[{index}] is {shown(message)}: a message is a dict whose 'role' is one of "
-                f"{', '.join(sorted(_ROLES))}"
-            )
-        content = message.get("content")
-        if content is not None and not isinstance(content, (str, list)):
-            raise EnvError(f"observation[{index}]['content'] is {shown(content)}: it must be a text or a list of parts")
-    return cast("list[Message]", list(observation))
 
 
 async def invoke(env: Env, method: str, *args: Any, executor: Executor | None = None, **kwargs: Any) -> Any:
@@ -217,9 +189,22 @@ async def invoke(env: Env, method: str, *args: Any, executor: Executor | None = 
         return await _score_once(env, args, kwargs)
     if method == "reset":
         drop_scoring(env)
-        return check_reset(await _call(env, method, args, kwargs), env)
-    result = await _call(env, method, args, kwargs)
-    return check_step(result, env) if method == "step" else result
+        messages, info = check_reset(await _call(env, method, args, kwargs), env)
+        env.conversation = list(messages)
+        return messages, info
+    if method not in ("step", "call"):
+        return await _call(env, method, args, kwargs)
+    said = env.conversation = env.conversation if isinstance(env.conversation, list) else []
+    if method == "step":
+        said += [action for action in (*args, *kwargs.values()) if isinstance(action, Mapping)]
+        result = check_step(await _call(env, method, args, kwargs), env)
+        said += as_messages(result.observation)
+        return result
+    response = await _call(env, method, args, kwargs)
+    for call in (each for each in (*args, *kwargs.values()) if isinstance(each, ToolCall)):
+        answer = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
+        said += [{"role": "assistant", "content": "", "tool_calls": [call]}, cast("Message", answer)]
+    return response
 
 
 async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,7 +220,7 @@ async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         await env.release()
 
 
-async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:
     """Score, or wait for the scoring that a time limit interrupted in a step: it goes on, and what it says counts."""
     if env.pending_score is None:
         env.pending_score = asyncio.ensure_future(_score(env, args, kwargs))
@@ -246,12 +231,12 @@ async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return scoring.result()
 
 
-async def _score(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
-    result = await _call(env, "score", args, kwargs)
-    return {**check_score(result, env), **await env.extra_rewards()}
+async def _score(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:
+    parts = check_score(await _call(env, "score", args, kwargs), env)
+    return ScoreParts({**parts, **await env.extra_rewards()}, parts.metrics)
 
 
-def drop_scoring(env: Env) -> asyncio.Future[dict[str, float]] | None:
+def drop_scoring(env: Env) -> asyncio.Future[ScoreParts] | None:
     """Cancel a scoring that nobody waits for any more, and return it where it still runs."""
     scoring, env.pending_score = env.pending_score, None
     if scoring is None:
@@ -268,19 +253,33 @@ async def _call(env: Env, method: str, args: tuple[Any, ...], kwargs: dict[str, 
     function: Callable[..., Any] = getattr(env, method)
     try:
         if env.blocking and not inspect.iscoroutinefunction(function):
-            result = await _in_thread(env, function, args, kwargs)
+            result = await in_thread(env, function, args, kwargs)
         else:
             result = function(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
-    except TurnwiseError:
+    except TurnwiseError as error:
+        _secrets(env).scrub(error)
         raise
     except NotImplementedError as error:
         raise EnvError(f"{type(env).__qualname__} defines no {method}(): {error}") from error
-    except (Exception, SystemExit) as error:  # an environment's code: what it raises is named as its own
-        raise EnvError(f"{type(env).__qualname__}.{method} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's code: what it raises is named as its own
+        secrets = _secrets(env)
+        text = f"{type(env).__qualname__}.{method} raised {type(error).__name__}: {error}"
+        raise EnvError(secrets.redact(text)) from secrets.cause(error)
 
 
-async def _in_thread(env: Env, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _secrets(env: Env) -> Secrets:
+    """Return what no error of an environment may show: its own secrets and those of its tools."""
+    try:
+        tools = list(env.toolset().values())
+    except TurnwiseError:
+        tools = []  # they are the error, and say so themselves
+    declared = [*env.secrets, *(secret for tool in tools for secret in tool.secrets)]
+    return Secrets(declared, [tool.config for tool in tools if isinstance(tool, BaseTool)])
+
+
+async def in_thread(env: Env, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a plain function in one of an environment's threads. Cancelled, it gives the thread up."""
     executor = default_threads() if env.executor is None else env.executor
     context = contextvars.copy_context()
     future = executor.submit(lambda: _guarded(context.run, function, args, kwargs))
@@ -304,73 +303,3 @@ def _guarded(
         return run(function, *args, **kwargs), None
     except BaseException as error:  # noqa: BLE001 - raised again on the loop
         return None, error
-
-
-def check_reset(result: Any, env: Env) -> tuple[list[Message], dict[str, Any]]:
-    """Return what ``reset`` returned, with its observation as messages. Raises EnvError where it broke its contract."""
-    name = type(env).__qualname__
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise EnvError(f"{name}.reset returned {shown(result)}: it must return (observation, info)")
-    observation, info = result
-    if not isinstance(info, dict):
-        raise EnvError(f"{name}.reset returned the info {shown(info)}: it must be a dict")
-    return _named_messages(observation, f"{name}.reset"), info
-
-
-def check_step(result: Any, env: Env) -> StepResult:
-    """Return what ``step`` returned as a StepResult of messages. Raises EnvError where it broke its contract."""
-    where = f"{type(env).__qualname__}.step"
-    if not isinstance(result, tuple) or len(result) != 5:
-        raise EnvError(
-            f"{where} returned {shown(result)}: it must return StepResult(observation, reward, terminated, truncated, "
-            "info)"
-        )
-    observation, reward, terminated, truncated, info = result
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        # numpy's bools are fine, 0.0 in the place of a flag is a result in the wrong order.
-        if isinstance(flag, (int, float, str)) and not isinstance(flag, bool):
-            raise EnvError(f"{where} returned {name}={flag!r}: it must be True or False")
-    if not isinstance(info, dict):
-        raise EnvError(f"{where} returned the info {shown(info)}: it must be a dict")
-    value = _finite(reward, f"{where} returned the reward")
-    for key in ("rewards", "metrics"):
-        for name, part in _parts(info.get(key), f"{where}: info[{key!r}]").items():
-            _finite(part, f"{where}: info[{key!r}][{name!r}]")
-    reason = info.get("stop_reason")
-    if reason is not None and reason not in tuple(StopReason):
-        raise EnvError(f"{where}: info['stop_reason'] is {reason!r}: allowed are {', '.join(StopReason)}")
-    messages = _named_messages(observation, where)
-    return StepResult(messages, value, bool(terminated), bool(truncated), info)
-
-
-def check_score(result: Any, env: Env) -> dict[str, float]:
-    """Return what ``score`` returned as named parts. Raises EnvError where it broke its contract."""
-    where = f"{type(env).__qualname__}.score returned"
-    if isinstance(result, Mapping):
-        return {name: _finite(part, f"{where} {name!r}:") for name, part in _parts(result, where).items()}
-    return {"score": _finite(result, where)}
-
-
-def _parts(value: Any, where: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise EnvError(f"{where} is {shown(value)}: it must be a dict from names to numbers")
-    return value
-
-
-def _named_messages(observation: Any, where: str) -> list[Message]:
-    try:
-        return as_messages(observation)
-    except EnvError as error:
-        raise EnvError(f"{where}: {error}") from error
-
-
-def _finite(value: Any, where: str) -> float:
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) or value is None else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise EnvError(f"{where} {shown(value)}: it must be a finite number")
-    return number

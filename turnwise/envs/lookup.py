@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-from turnwise.envs.core import ResetResult
+from turnwise.envs.core import ResetResult, Solution
+from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import TaskError, ToolError
 from turnwise.seeding import stable_hash
@@ -56,6 +58,9 @@ def table(seed: int, *, person: str | None = None, split: str = "train") -> Tabl
 class LookupEnv(ToolEnv):
     """Asks who manages a person. The model must look up the person's team, and then the team's manager."""
 
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    default_tasks: ClassVar[str] = "turnwise.envs.lookup:tasks"
+
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Draw a table from the seed; the task may name the person and the split."""
         data = {} if task is None else task.data
@@ -80,6 +85,12 @@ class LookupEnv(ToolEnv):
     def score(self, final: Message | None) -> float:
         """1 for exactly the manager's name, else 0."""
         return float(final is not None and text_of(final).strip() == self.table.answer)
+
+    def solve(self) -> Solution:
+        """Look the team up, then its manager."""
+        (team,) = yield tool_call("team_of", person=self.table.person)
+        (manager,) = yield tool_call("manager_of", team=text_of(team))
+        yield text_of(manager)
 
 
 def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task]:

@@ -9,16 +9,26 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
+from turnwise.config import load_config
 from turnwise.envs.core import Env
+from turnwise.envs.wrappers import wrap
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.references import load_object
+from turnwise.tools.config import ToolsConfig
+from turnwise.tools.core import Tool
+from turnwise.tools.loading import Toolbox
 from turnwise.tools.registry import nearest
 
 E = TypeVar("E", bound=type[Env])
+
+
+_GYMNASIUM_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +44,17 @@ class _Entry:
 
 
 _ENVS: dict[str, _Entry] = {
+    "calculator": _Entry("turnwise.envs.calculator:CalculatorEnv", {}),
+    "guess_number": _Entry("turnwise.envs.guess_number:GuessNumberEnv", {}),
+    "gymnasium": _Entry("turnwise.envs.gym_env:GymnasiumEnv", {}),
+    "gymnasium_tools": _Entry("turnwise.envs.gym_env:GymnasiumToolEnv", {}),
     "lookup": _Entry("turnwise.envs.lookup:LookupEnv", {}),
+    "math": _Entry("turnwise.envs.math:MathEnv", {}),
+    "retail": _Entry("turnwise.envs.retail:RetailEnv", {}),
+    "search": _Entry("turnwise.envs.search:SearchEnv", {}),
     "single_turn": _Entry("turnwise.envs.single_turn:SingleTurnEnv", {}),
+    "sql": _Entry("turnwise.envs.sql:SqlEnv", {}),
+    "tool": _Entry("turnwise.envs.task_tools:TaskToolEnv", {}),
 }
 
 
@@ -46,6 +65,8 @@ class EnvSpec:
     Attributes:
         id: A registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``.
         config: Keyword arguments of its constructor.
+        tools: Tools that it offers beside those of its class: the fields of a ToolsConfig.
+        wrappers: What is put around it, the innermost first: each ``{"name": ..., "config": {...}}``.
 
     Raises:
         RegistryError: The configuration is not JSON.
@@ -53,24 +74,45 @@ class EnvSpec:
 
     id: str
     config: dict[str, Any] = field(default_factory=dict)
+    tools: dict[str, Any] = field(default_factory=dict)
+    wrappers: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for key, value in self.config.items():
+        numbered = {str(number): wrapper for number, wrapper in enumerate(self.wrappers)}
+        given = {"config": self.config, "tools": self.tools, "wrappers": numbered}
+        for key, value in ((f"{part}[{key!r}]", value) for part, each in given.items() for key, value in each.items()):
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
                 raise RegistryError(
-                    f"environment {self.id!r}: config[{key!r}] is {value!r}, which cannot travel between processes "
+                    f"environment {self.id!r}: {key} is {value!r}, which cannot travel between processes "
                     "(it is not JSON): give a name or reference instead"
                 ) from error
 
-    def make(self) -> Env:
-        """Make the environment. Raises RegistryError."""
-        return make(self.id, **self.config)
+    def toolbox(self) -> Toolbox:
+        """Return what loads the tools and closes them; see :class:`~turnwise.tools.loading.Toolbox`."""
+        return Toolbox(load_config(ToolsConfig, defaults=self.tools))
+
+    def make(self, tools: Sequence[Tool] = ()) -> Env:
+        """Make the environment.
+
+        Args:
+            tools: What the toolbox loaded.
+
+        Raises:
+            RegistryError: There is no such environment, or it does not take its configuration.
+            ConfigError: It cannot offer these tools, or a wrapper cannot be made.
+        """
+        env = make(self.id, **self.config)
+        if tools:
+            env.add_tools(tools)
+        for wrapper in self.wrappers:
+            env = wrap(env, wrapper["name"], **wrapper.get("config", {}))
+        return env
 
     def to_record(self) -> dict[str, Any]:
         """Return the spec as JSON values; ``EnvSpec(**record)`` reads it back."""
-        return {"id": self.id, "config": self.config}
+        return {"id": self.id, "config": self.config, "tools": self.tools, "wrappers": self.wrappers}
 
 
 @overload
@@ -101,12 +143,29 @@ def register(name: str, entry_point: type[Env] | str | None = None, /, **config:
                 f"the environment name {name!r} is taken by {known.reference}; {entry.reference} needs another one"
             )
         _ENVS[name] = entry
+        announce(name)
         return cls
 
     if entry_point is None:
         return enter
     enter(entry_point)
     return None
+
+
+def announce(*names: str) -> None:
+    """Give environments their ids in Gymnasium, ``turnwise/<name>-v0``; nothing is done where it is not imported.
+
+    Args:
+        *names: Registered names; none is all of them.
+    """
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None:
+        return
+    for name in names or env_names():
+        env_id = f"turnwise/{name}-v0"
+        # Gymnasium allows fewer characters in a name; and a name that is there already keeps its entry.
+        if _GYMNASIUM_NAME.fullmatch(name) and env_id not in gymnasium.registry:
+            gymnasium.register(env_id, entry_point="turnwise.envs.gym:GymnasiumAdapter", kwargs={"env": name})
 
 
 def env_names() -> list[str]:
@@ -125,14 +184,7 @@ def make(name: str, /, **config: Any) -> Env:
         RegistryError: There is no such environment, or it does not take this configuration; the message says which
             names come close.
     """
-    entry = _ENVS.get(name)
-    if entry is None:
-        if ":" not in name:
-            raise RegistryError(
-                f"there is no environment {name!r}{nearest(name, _ENVS)}; registered are {', '.join(env_names())}; any "
-                "other is made by pkg.module:Class or path/to/file.py:Class"
-            )
-        entry = _Entry(name, {})
+    entry = _entry(name)
     cls: Callable[..., Env] = _load(name, entry)
     merged = {**entry.config, **config}
     signature = _signature(cls)
@@ -145,6 +197,23 @@ def make(name: str, /, **config: Any) -> Env:
             f"environment {name!r} does not take {merged}: {error}{hints}; its configuration is {signature}"
         ) from error
     return cls(**merged)
+
+
+def env_class(name: str) -> type[Env]:
+    """Return the class of an environment. Raises RegistryError as :func:`make`."""
+    return _load(name, _entry(name))
+
+
+def _entry(name: str) -> _Entry:
+    entry = _ENVS.get(name)
+    if entry is not None:
+        return entry
+    if ":" not in name:
+        raise RegistryError(
+            f"there is no environment {name!r}{nearest(name, _ENVS)}; registered are {', '.join(env_names())}; any "
+            "other is made by pkg.module:Class or path/to/file.py:Class"
+        )
+    return _Entry(name, {})
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,13 +5,12 @@ Owns: :class:`SingleTurnEnv`. Refuses: tools.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from turnwise.envs.core import Env, ResetResult, Score, StepResult, invoke
+from turnwise.envs.core import Env, ResetResult, Score, ScoreParts, StepResult, invoke
+from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import EnvError
-from turnwise.references import load_object
 from turnwise.tasks import Task
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message
@@ -28,19 +27,21 @@ class SingleTurnEnv(Env):
 
     task: Task
 
-    def __init__(self, scorer: Callable[[Task, Message | None], Any] | str | None = None) -> None:
+    def __init__(self, scorer: Callable[..., Any] | Rubric | Mapping[str, Any] | str | None = None) -> None:
         """Take a scorer.
 
         Args:
-            scorer: ``scorer(task, final)``, a plain or async function that returns a number or named parts;
-                ``pkg.module:function`` in configurations. Not needed where a subclass writes ``score``.
+            scorer: A reward function, plain or async, that returns a number or named parts; a Rubric, or a dict of
+                its parts; in configurations also the name of a shipped function or ``pkg.module:function``. Functions
+                name the parameters that they want, such as ``(task, final)``: see :class:`Rubric`. Not needed where a
+                subclass writes ``score``.
 
         Raises:
-            ConfigError: The reference cannot be loaded.
+            ConfigError: The scorer cannot be loaded or used.
             EnvError: There is no scorer, and the class writes no ``score`` either.
         """
-        self._scorer = load_object(scorer, "scorer") if isinstance(scorer, str) else scorer
-        if self._scorer is None and type(self).score is SingleTurnEnv.score:
+        self._rubric = None if scorer is None else as_rubric(scorer)
+        if self._rubric is None and type(self).score is SingleTurnEnv.score:
             raise EnvError(
                 f"{type(self).__qualname__} does not know what an answer is worth: give scorer=function (in "
                 "configurations 'pkg.module:function'), or write score() in a subclass"
@@ -59,13 +60,12 @@ class SingleTurnEnv(Env):
         for call in action.get("tool_calls") or ():
             response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
             answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()})
-        rewards: dict[str, float] = await invoke(self, "score", action)
-        return StepResult(answers, sum(rewards.values()), True, False, {"rewards": rewards, "metrics": {}})
+        parts: ScoreParts = await invoke(self, "score", action)
+        info = {"rewards": dict(parts), "metrics": parts.metrics}
+        return StepResult(answers, sum(parts.values()), True, False, info)
 
     async def score(self, final: Message | None) -> Score:
         """Return what the scorer says of the message."""
-        if self._scorer is None:
+        if self._rubric is None:
             raise EnvError(f"{type(self).__qualname__} has no scorer")
-        result: Any = self._scorer(self.task, final)
-        value: Score = await result if inspect.isawaitable(result) else result
-        return value
+        return await self._rubric.score(self, self.task, final)

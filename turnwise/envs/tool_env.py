@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, drop_scoring, invoke
-from turnwise.errors import EnvError, TaskError
+from turnwise.envs.results import ScoreParts
+from turnwise.errors import EnvError
 from turnwise.tasks import Task
+from turnwise.tools.agent_data import AgentData
 from turnwise.tools.core import Tool
 from turnwise.tools.execute import Outcome, ToolRunner
+from turnwise.tools.loading import check_names, place_of
 from turnwise.tools.response import ToolResponse
+from turnwise.tools.selection import selected, tools_kwargs
 from turnwise.types import Message, StopReason, ToolCall
 
 
@@ -29,17 +34,20 @@ class ToolEnv(Env):
     ``reset`` begins an episode, however a subclass writes it: it need not call ``super().reset()``.
 
     Attributes:
+        loaded_tools: Tools that a configuration names, offered after the environment's own.
         max_invalid_calls: After so many messages in a row of whose calls none reached a tool (or so many calls, where
             they come one by one), ``step`` truncates the episode with ``invalid_calls``; 0 is never.
         tool_timeout: Seconds for calls of tools that set no time-out of their own, or None.
         invalid_in_a_row: How many such messages or calls came last.
     """
 
+    loaded_tools: tuple[Tool, ...] = ()
     max_invalid_calls: int = 3
     tool_timeout: float | None = None
     invalid_in_a_row: int = 0
 
     _task: Task | None = None
+    _tools_kwargs: Mapping[str, dict[str, dict[str, Any]]] = MappingProxyType({})
     _begun: bool = False
     _over: bool = False
     _runner: ToolRunner | None = None
@@ -112,12 +120,32 @@ class ToolEnv(Env):
             observation: What is still to be answered.
         """
         self._over = True
-        rewards: dict[str, float] = await invoke(self, "score", final)
-        return StepResult(list(observation), sum(rewards.values()), True, False, {"rewards": rewards, "metrics": {}})
+        parts: ScoreParts = await invoke(self, "score", final)
+        info = {"rewards": dict(parts), "metrics": parts.metrics}
+        return StepResult(list(observation), sum(parts.values()), True, False, info)
+
+    def add_tools(self, tools: Sequence[Tool]) -> None:
+        """Offer tools that a configuration names beside those of the class.
+
+        Raises:
+            ConfigError: Names collide; all that do are listed, each with both places.
+        """
+        own = [(tool, f"{type(self).__qualname__}: {place_of(tool)}") for tool in super().toolset().values()]
+        check_names([*own, *((tool, place_of(tool)) for tool in tools)])
+        self.loaded_tools = tuple(tools)
 
     def toolset(self) -> dict[str, Tool]:
-        """Return the tools by name; those of the episode while one runs."""
-        return super().toolset() if self._runner is None else self._runner.tools
+        """Return the tools by name; while an episode runs, those that its task selects.
+
+        Raises:
+            ToolSchemaError: Something in ``tools`` is no tool, or two tools have one name.
+            TaskError: The task selects a tool that is not there, or gives arguments that no tool takes.
+        """
+        if self._runner is not None:
+            return self._runner.tools
+        tools = {**super().toolset(), **{tool.name: tool for tool in self.loaded_tools}}
+        self._tools_kwargs = tools_kwargs(tools, self._task)
+        return selected(tools, self._task)
 
     async def extra_rewards(self) -> dict[str, float]:
         """Return what the BaseTools' instances are worth, as ``tool/<name>``."""
@@ -158,13 +186,16 @@ class ToolEnv(Env):
             self._stale = tuple(rest)
             await first.close()
         if self._runner is None:
-            tools = super().toolset()
+            tools = self.toolset()
             self._runner = ToolRunner(
                 tools,
                 owner=self,
                 executor=self.executor,
                 timeout=self.tool_timeout,
-                tools_kwargs=_tools_kwargs(self._task, tools),
+                tools_kwargs=self._tools_kwargs,
+                data=AgentData(tools_kwargs=self._tools_kwargs, messages=self.conversation),
+                count_tokens=self.count_tokens,
+                secrets=self.secrets,
             )
         await self._runner.open()
         return self._runner
@@ -182,21 +213,6 @@ def _beginning(reset: Callable[..., Any]) -> Callable[..., Any]:
         return reset(self, task, **kwargs)
 
     return begin
-
-
-def _tools_kwargs(task: Task | None, tools: Mapping[str, Tool]) -> Mapping[str, Any]:
-    given = None if task is None else task.data.get("tools_kwargs")
-    if task is None or not given:
-        return {}
-    where = f"task {task.id!r}: data['tools_kwargs']"
-    if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
-        raise TaskError(f"{where} is {given!r}: it must be an object from tool names to objects")
-    unknown = [name for name in given if name not in tools]
-    if unknown:
-        raise TaskError(
-            f"{where} names {', '.join(map(repr, unknown))}, but the tools are {', '.join(tools) or 'none'}"
-        )
-    return given
 
 
 def _answer(outcome: Outcome) -> Message:

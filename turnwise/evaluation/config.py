@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from turnwise.config import ConfigPath, ConfigSource
+from turnwise.config import ConfigPath
 from turnwise.errors import ConfigError
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.core import Renderer
 from turnwise.rollout.config import RolloutConfig
+from turnwise.tasks import TasksConfig
 
 Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -21,9 +22,11 @@ class EvalPlan(BaseModel):
     """What is evaluated, and what counts as a success.
 
     Attributes:
-        tasks: Where the tasks come from: a .jsonl or .parquet file, a dataset directory, or
-            ``pkg.module:function?key=value``.
-        limit: Take only so many tasks, from the beginning.
+        tasks: Where the tasks come from (``tasks.load_tasks``): a source, a section with its keys, or a list of
+            either; by default those that the environment names.
+        limit: Take only so many tasks, from the beginning; of several sources by their weights.
+        max_prompt_tokens: Leave tasks out whose prompt has more tokens; their number is printed. Counted are the task's
+            own prompt and the environment's tools, not what the environment adds when it resets.
         samples: Episodes per task at ``rollout.temperature``; 0 leaves them out.
         greedy: Whether each task also gets one episode at temperature 0.
         success_reward: The least reward of a success.
@@ -32,8 +35,9 @@ class EvalPlan(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tasks: ConfigSource = Field(min_length=1, description="a file of tasks, or pkg.module:function")
+    tasks: TasksConfig | None = None
     limit: PositiveInt | None = None
+    max_prompt_tokens: PositiveInt | None = None
     samples: Count = 4
     greedy: bool = True
     success_reward: float = 1.0

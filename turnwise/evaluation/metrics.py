@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -60,6 +60,7 @@ class EpisodeRow:
         forks: Forks by reason.
         stop_reason: Why the main session ended.
         error: What ended it, where an infrastructure failure did.
+        source: Where its task is from, where tasks say so.
     """
 
     task_id: str
@@ -75,6 +76,7 @@ class EpisodeRow:
     forks: Mapping[str, int]
     stop_reason: StopReason
     error: str | None = None
+    source: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -100,6 +102,7 @@ class Summary:
         forks: Forks by reason.
         failed: Episodes that an infrastructure failure ended: in none of the figures above.
         tasks: How many tasks have at least one episode in the figures.
+        by_source: The figures of the tasks of one source, by its name, where tasks say which one they are from.
     """
 
     success: Estimate
@@ -114,6 +117,7 @@ class Summary:
     failed: int
     tasks: int
     rows: Sequence[EpisodeRow] = field(default=(), repr=False)
+    by_source: Mapping[str, Summary] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures (not the rows) as JSON values."""
@@ -129,6 +133,7 @@ class Summary:
             "forks": dict(self.forks),
             "failed": self.failed,
             "tasks": self.tasks,
+            **({"by_source": {name: one.to_json() for name, one in self.by_source.items()}} if self.by_source else {}),
         }
 
 
@@ -226,15 +231,19 @@ def summarize(groups: Iterable[TrajectoryGroup], *, success_reward: float = 1.0,
         pass_k: Which pass@k to estimate; a ``k`` above the episodes of some task is left out.
     """
     rows: list[EpisodeRow] = []
-    failed = 0
+    failed: Counter[str | None] = Counter()
     for group in groups:
-        failed += group.failed
+        failed[group.source] += group.failed
         for row in episode_rows(group.trajectories, success_reward=success_reward):
             if row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED):
-                rows.append(row)
+                rows.append(replace(row, source=group.source))
             else:
-                failed += 1
-    return summarize_rows(rows, failed=failed, pass_k=pass_k)
+                failed[group.source] += 1
+    parts = {
+        name: summarize_rows([row for row in rows if row.source == name], failed=failed[name], pass_k=pass_k)
+        for name in sorted({name for name in failed if name is not None})
+    }
+    return replace(summarize_rows(rows, failed=failed.total(), pass_k=pass_k), by_source=parts)
 
 
 def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Sequence[int] = ()) -> Summary:

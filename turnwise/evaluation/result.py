@@ -28,11 +28,13 @@ class EvalResult:
         sampled: Figures of the episodes at the configured temperature, or None.
         greedy: Figures of the episodes at temperature 0, or None.
         seconds: How long it took.
+        left_out: How many rows of the task sources were left out.
     """
 
     sampled: Summary | None
     greedy: Summary | None
     seconds: float
+    left_out: int = 0
 
     @property
     def parts(self) -> dict[str, Summary]:
@@ -42,7 +44,8 @@ class EvalResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (not the rows)."""
-        return {**{name: summary.to_json() for name, summary in self.parts.items()}, "seconds": self.seconds}
+        figures = {name: summary.to_json() for name, summary in self.parts.items()}
+        return {**figures, "seconds": self.seconds, **({"left_out": self.left_out} if self.left_out else {})}
 
     def write(self, folder: Path) -> None:
         """Write ``summary.json`` and ``episodes.jsonl`` (one row per episode) to a directory."""
@@ -67,6 +70,9 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     table.add_row(Text("success", style="bold"), *[Text(_shown(s.success), style="bold") for s in summaries])
     for k in sorted({k for s in summaries for k in s.pass_at}):
         _row(table, f"pass@{k}", [_shown(s.pass_at[k]) if k in s.pass_at else "-" for s in summaries])
+    for name in sorted({name for s in summaries for name in s.by_source}):
+        parts = [s.by_source.get(name) for s in summaries]
+        _row(table, f"success, {name}", ["-" if part is None else _shown(part.success) for part in parts])
     _row(table, "reward", [_shown(s.reward) for s in summaries])
     _row(table, "turns", [f"{s.turns:.2f}" for s in summaries])
     _row(table, "tokens sampled", [f"{s.sampled_tokens:.1f}" for s in summaries])

@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalPlan
 from turnwise.evaluation.metrics import Summary, summarize
 from turnwise.evaluation.result import EvalResult
+from turnwise.inference.core import Renderer
+from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.tasks import Task, load_tasks
+from turnwise.rollout.task_checks import PromptLimit, check_specs, task_source
+from turnwise.tasks import LoadedTasks, Task, load_mix
 from turnwise.trajectory import TrajectoryGroup
 
 OnGroup = Callable[[TrajectoryGroup], None]
@@ -57,11 +59,12 @@ async def evaluate(
         on_group: Called with each group when it ends.
 
     Raises:
-        TaskError: The tasks cannot be loaded.
-        ConfigError: There are none.
+        ConfigError: Nobody names any tasks.
+        TaskError: They cannot be loaded, or there are none.
     """
     started = time.monotonic()
-    tasks = load_eval_tasks(plan) if tasks is None else tasks
+    if tasks is None:
+        tasks = (await load_eval_tasks(plan, producer.config, producer.renderer)).tasks
     requests = eval_requests(plan, tasks, label)
     groups = await producer.gather(requests, on_group)
     split = len(tasks) if plan.samples else 0
@@ -72,12 +75,23 @@ async def evaluate(
     )
 
 
-def load_eval_tasks(plan: EvalPlan) -> list[Task]:
-    """Return the plan's tasks. Raises ConfigError where there are none."""
-    tasks = load_tasks(plan.tasks, limit=plan.limit)
-    if not tasks:
-        raise ConfigError(f"tasks: {plan.tasks!r} holds no task: there is nothing to evaluate")
-    return tasks
+async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Renderer) -> LoadedTasks:
+    """Return the plan's tasks, and what became of the rows of their sources.
+
+    Args:
+        plan: Names them, else the environment does.
+        rollout: Environment and agent.
+        renderer: Counts the tokens of their prompts, where the plan has a limit.
+
+    Raises:
+        ConfigError: Nobody names any.
+        TaskError: They cannot be loaded, there are none, or they name an environment or agent that cannot be made.
+    """
+    source = task_source(plan.tasks, rollout, "tasks")
+    keep = await PromptLimit.create(plan.max_prompt_tokens, renderer, rollout)
+    loaded = load_mix(source, limit=plan.limit, keep=keep)
+    await check_specs(loaded.tasks, rollout)
+    return loaded
 
 
 def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence[int]) -> Summary:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -56,10 +56,9 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
         TurnwiseError: What went wrong; also where no episode at all ended without an error.
     """
     console = console or Console()
-    tasks = load_eval_tasks(config)
     folder = _folder(config)
     errors: list[str] = []
-    result = asyncio.run(_evaluate(config, tasks, folder, console, errors))
+    result = asyncio.run(_evaluate(config, folder, console, errors))
     result.write(folder)
     if not any(summary.success.episodes for summary in result.parts.values()):
         raise InferenceError(f"every episode ended in an error, so there are no figures; the last one: {errors[-1]}")
@@ -84,13 +83,14 @@ def _folder(config: EvalConfig) -> Path:
     return folder
 
 
-async def _evaluate(
-    config: EvalConfig, tasks: list[Task], folder: Path, console: Console, errors: list[str]
-) -> EvalResult:
+async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     """Evaluate and return the figures; ``errors`` gets what ended episodes."""
     renderer = config.renderer.load(config.model)
     described = renderer.describe()
     console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
+    loaded = await load_eval_tasks(config, config.rollout, renderer)
+    for report in loaded.reports:
+        console.print(Text(f"tasks: {report}", style="dim"), soft_wrap=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     async with AsyncExitStack() as stack:
@@ -109,7 +109,8 @@ async def _evaluate(
         parts = RolloutParts(renderer, write=write, recover=model.recover)
         producer = await RolloutProducer.create(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
-        return await _watched(producer, config, tasks, console)
+        result = await _watched(producer, config, loaded.tasks, console)
+        return replace(result, left_out=sum(report.dropped.total() for report in loaded.reports))
 
 
 async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Model:

@@ -14,27 +14,22 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
 
 from turnwise.errors import FormatError
 from turnwise.inference import wire
+from turnwise.inference.asgi import Receive, Scope, Send, answer_json, read_body
 from turnwise.inference.engine import Engine
 from turnwise.inference.generate_request import GenerateRequest, decode_request
 from turnwise.inference.generation import Generation, Output
 from turnwise.inference.weights import read_weights
 from turnwise.inference.wire import BadRequest
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-_JSON = [(b"content-type", b"application/json")]
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-_MAX_BODY = 256 * 2**20
 _DIVERGED = "the model's logits are not finite: its weights have diverged; load other weights"
 _log = logging.getLogger(__name__)
 
@@ -101,15 +96,15 @@ class App:
         if handler is None:
             known = ", ".join(f"{verb} {route}" for verb, route in self._routes)
             message = f"{method} {path} is no route of this server; there are POST {wire.GENERATE}, {known}"
-            await _answer(send, 404, wire.encode_error(message, status=404))
+            await answer_json(send, 404, wire.encode_error(message, status=404))
             return
         try:
-            answer = await handler(await _read(receive), scope)
+            answer = await handler(await read_body(receive), scope)
         except FormatError as error:
             field = error.field if isinstance(error, BadRequest) else None
-            await _answer(send, 400, wire.encode_error(str(error), status=400, field=field))
+            await answer_json(send, 400, wire.encode_error(str(error), status=400, field=field))
             return
-        await _answer(send, 200, orjson.dumps(answer))
+        await answer_json(send, 200, orjson.dumps(answer))
 
     # -- generate
 
@@ -117,7 +112,7 @@ class App:
         engine = self._engine
         try:
             request = decode_request(
-                await _read(receive),
+                await read_body(receive),
                 vocabulary=engine.model.vocabulary,
                 max_context=engine.max_context,
                 stop_strings=self._stop_strings,
@@ -127,7 +122,7 @@ class App:
                     "request_id", f"request_id {request.request_id!r} is in flight already: choose another"
                 )
         except BadRequest as error:
-            await _answer(send, 400, wire.encode_error(str(error), status=400, field=error.field))
+            await answer_json(send, 400, wire.encode_error(str(error), status=400, field=error.field))
             return
         self._received += 1
         name = request.request_id or f"r{self._received}-{self._started}"
@@ -160,7 +155,7 @@ class App:
 
     async def _respond(self, request: GenerateRequest, name: str, output: Output, send: Send) -> None:
         if output.finish_reason == "error":
-            await _answer(send, 500, wire.encode_error(_DIVERGED, status=500))
+            await answer_json(send, 500, wire.encode_error(_DIVERGED, status=500))
             return
         body = {
             "request_id": name,
@@ -169,7 +164,7 @@ class App:
             "choices": [_choice(request, output)],
             "usage": _usage(output, len(output.token_ids)),
         }
-        await _answer(send, 200, orjson.dumps(body))
+        await answer_json(send, 200, orjson.dumps(body))
 
     async def _stream(self, request: GenerateRequest, name: str, queue: asyncio.Queue[Output], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
@@ -272,25 +267,3 @@ def _session(scope: Scope) -> str:
             text: str = value.decode("latin-1")
             return text
     return ""
-
-
-async def _read(receive: Receive) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return b""
-        part = message.get("body", b"")
-        size += len(part)
-        if size > _MAX_BODY:
-            raise BadRequest("body", f"the body has more than {_MAX_BODY} bytes")
-        if not message.get("more_body"):
-            return part if not parts else b"".join([*parts, part])
-        parts.append(part)
-
-
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    headers = [*_JSON, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

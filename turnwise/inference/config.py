@@ -1,6 +1,6 @@
-"""The ``inference`` section of a config: which server, on what, and how much of it.
+"""How models are served: the ``inference`` section of a config, and the settings of a reward model's server.
 
-Owns: :class:`InferenceConfig`. Refuses: how to sample; that stands with each request.
+Owns: :class:`InferenceConfig` and :class:`RewardServerConfig`. Refuses: how to sample; that stands with each request.
 """
 
 from __future__ import annotations
@@ -51,3 +51,35 @@ class InferenceConfig(BaseModel):
     close_timeout: float = Field(default=5.0, gt=0)
     retries: int = Field(default=5, ge=0)
     retry_wait: float = Field(default=0.1, gt=0)
+
+
+class RewardServerConfig(BaseModel):
+    """How a reward model is served.
+
+    Attributes:
+        dtype: ``auto`` takes the checkpoint's.
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        threads: CPU threads.
+        max_seqs: Most conversations of one forward pass.
+        max_batch_tokens: Most tokens of one forward pass, padding included; a longer conversation has one of its own.
+        max_context: Most tokens of a conversation; longer ones are refused. None is the model's own limit.
+        host: Address that the server binds.
+        port: Port that the server binds; 0 takes a free one.
+        log_level: Of the server's log.
+        launch_timeout: Seconds until a server that does not answer counts as failed.
+        close_timeout: Seconds that a server gets to end before it is killed.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    threads: int = Field(default=1, ge=1)
+    max_seqs: int = Field(default=64, ge=1)
+    max_batch_tokens: int = Field(default=16384, ge=16)
+    max_context: int | None = Field(default=None, ge=1)
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    launch_timeout: float = Field(default=180.0, gt=0)
+    close_timeout: float = Field(default=5.0, gt=0)

@@ -143,6 +143,11 @@ class Renderer(Protocol):
 
     stop_ids: frozenset[int]
     why: str
+    media: frozenset[str]
+    """Kinds of media that it places besides text: ``image``, ``video``, ``audio``."""
+
+    def count(self, text: str) -> int:
+        """Return how many ids a text takes inside a message."""
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
         """Return the whole prompt, generation prompt included.

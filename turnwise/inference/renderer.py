@@ -18,7 +18,7 @@ from turnwise.errors import RenderError
 from turnwise.inference.canonical import Canonical, Canonicalizer
 from turnwise.inference.core import Renderer
 from turnwise.inference.delta import Declined, Shape, Skeletons, kind_of
-from turnwise.inference.formats.core import Parsed, TurnText
+from turnwise.inference.formats.core import TurnText
 from turnwise.inference.formats.detect import Choice, configured, detect, stored
 from turnwise.inference.model_dir import FORMAT_FILE, ModelFiles, read_model_dir
 from turnwise.inference.probing import TemplateFacts, Wire, short_id, wire_call
@@ -46,6 +46,7 @@ class TemplateRenderer:
 
     Attributes:
         stop_ids: Ids that end a turn.
+        media: Empty: a chat template and a tokenizer place text only.
         why: Why the last :meth:`extend` returned None.
 
     Raises:
@@ -54,7 +55,7 @@ class TemplateRenderer:
 
     __slots__ = (
         "_choice", "_closing", "_eos", "_escape", "_facts", "_format", "_generation", "_prefixes", "_skeletons",
-        "_tokens", "_tools", "stop_ids", "why",
+        "_tokens", "_tools", "media", "stop_ids", "why",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +82,7 @@ class TemplateRenderer:
                 "nothing ends a turn: the template closes turns with no token, and neither generation_config.json nor "
                 "tokenizer_config.json names an end-of-text token; set eos_token in tokenizer_config.json"
             )
+        self.media: frozenset[str] = frozenset()
         self.why = ""
         ended = [tokens.decode([number]) for number in sorted(self.stop_ids)]
         self._skeletons = Skeletons(facts, tokens, list(filter(None, dict.fromkeys([*own, *ended]))))
@@ -95,6 +97,10 @@ class TemplateRenderer:
         return self._tokens.escaped
 
     # Messages to ids
+
+    def count(self, text: str) -> int:
+        """Return how many ids a text takes inside a message, its escapes included."""
+        return self._tokens.count(text, escape=self._escape)
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
         """Return the whole prompt, generation prompt included, as int32 of shape [tokens].
@@ -214,7 +220,7 @@ class TemplateRenderer:
     def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> Message:
         """Return the assistant message that these ids mean. Never raises on sampled ids, whatever they are."""
         parsed = self._format.parse(self._turn_text(completion.tolist(), tail), tools)
-        return _message(parsed)
+        return parsed.message()
 
     def _turn_text(self, ids: list[int], tail: TokenIds) -> TurnText:
         marks = self._format.marks
@@ -312,15 +318,6 @@ class TemplateRenderer:
             self._skeletons.forget()
         self._tools.append((wanted, [self._value(tool.to_json()) for tool in wanted]))
         return self._tools[-1][1], len(self._tools) - 1
-
-
-def _message(parsed: Parsed) -> Message:
-    message: Message = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        message["tool_calls"] = parsed.calls
-    return message
 
 
 def load_renderer(

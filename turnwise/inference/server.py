@@ -1,7 +1,7 @@
 """The process of the built-in inference server: ``python -m turnwise.inference.server``.
 
-Owns: the process: it binds a port, loads the model, reports that it serves, and ends when the pipe to its parent
-closes, when a signal says so, or when its engine dies. Refuses: the routes (``app.py``).
+Owns: what is loaded, and that the process ends when its engine dies. Refuses: the routes (``app.py``), the port and
+the pipes to its parent (``http_process.py``).
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ import asyncio
 import gc
 import logging
 import os
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import orjson
 from pydantic import BaseModel, ConfigDict
 
-from turnwise.errors import InferenceError, MissingExtraError, TurnwiseError
+from turnwise.errors import InferenceError, TurnwiseError
 from turnwise.inference.app import App, Outbox
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engine import Engine
 from turnwise.inference.generation import Output
+from turnwise.inference.http_process import HTTPProcess
 
 _log = logging.getLogger("turnwise.inference.server")
 
@@ -52,18 +50,6 @@ class ServerSpec(BaseModel):
     paused: bool = False
     report_fd: int | None = None
     lifeline_fd: int | None = None
-
-
-def _watch_parent(descriptor: int) -> None:
-    """End this process, whatever it is doing, when the other end of the pipe is closed."""
-
-    def wait() -> None:
-        while os.read(descriptor, 4096):
-            pass
-        _log.info("the parent is gone")
-        os._exit(0)
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
 def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[Engine, bool]:
@@ -114,66 +100,23 @@ def serve(spec: ServerSpec) -> None:
         InferenceError: The model cannot be served, or the port not be bound.
         MissingExtraError: A package of the extra ``serve`` is missing.
     """
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise MissingExtraError("uvicorn", "serve", "the built-in inference server") from error
-    if spec.lifeline_fd is not None:
-        _watch_parent(spec.lifeline_fd)
-    began = time.monotonic()
-    config = spec.config
-    listener = _bind(config.host, config.port)
+    process = HTTPProcess(spec.config.host, spec.config.port, spec.config.log_level, spec.lifeline_fd)
     outbox = Outbox()
     engine, stop_strings = _load(spec, outbox.deliver)
     if spec.paused:
         engine.pause(abort=False)
     app = App(engine, outbox, spec.name or spec.model.resolve().name, stop_strings=stop_strings)
-    options = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level=config.log_level,
-        access_log=False,
-        lifespan="off",
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        timeout_keep_alive=3600,
-        timeout_graceful_shutdown=1,
-        server_header=False,
-        date_header=False,
-    )
-    server = uvicorn.Server(options)
 
-    async def main() -> None:
+    def on_loop() -> None:
         outbox.bind(asyncio.get_running_loop())
         threading.Thread(target=_run_engine, args=(engine,), name="engine", daemon=True).start()
-        await server.serve(sockets=[listener])
 
     # What was imported and loaded stays: collections need not look at it again.
     gc.collect()
     gc.freeze()
-    # From here on the kernel queues connections until the loop takes them.
-    listener.listen(2048)
-    port = listener.getsockname()[1]
-    _log.info("serving %s on %s:%d after %.1f s", spec.model, config.host, port, time.monotonic() - began)
-    if spec.report_fd is not None:
-        line = {"port": port, "pid": os.getpid(), "max_model_len": engine.max_context}
-        os.write(spec.report_fd, orjson.dumps(line) + b"\n")
-        os.close(spec.report_fd)
-    import uvloop
-
-    uvloop.run(main())
+    report = {"max_model_len": engine.max_context}
+    process.run(app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report=report)
     engine.close()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise InferenceError(f"{host}:{port} cannot be bound ({error.strerror}): choose another port, or 0") from error
-    return listener
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -114,6 +114,13 @@ class Session:
         """Return the id of the turn that made a call, or None where this session issued no such id."""
         return self._issued.get(call_id)
 
+    def room_behind(self, turn_id: str) -> int | None:
+        """Return how many tokens of the context are left behind a turn, or None where this session has no such turn."""
+        for node in reversed(self._tree.nodes):
+            if node.turn_id == turn_id:
+                return self.limits.context_length - sum(len(each.ids) for each in node.path())
+        return None
+
     async def chat(
         self,
         messages: Sequence[Message],

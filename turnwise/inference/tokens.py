@@ -129,6 +129,15 @@ class Tokens:
             )
         return ids
 
+    def count(self, text: str, *, escape: bool) -> int:
+        """Return how many ids a text takes, with its added tokens escaped or not. Counts nothing as escaped."""
+        text = self.clean(text)
+        if escape and self._control is not None:
+            text = self._control.sub(lambda match: match[0] + ESCAPE, text)
+        pieces = text.split(ESCAPE)
+        behind = sum(len(self._encode_behind(piece)) for piece in pieces[1:])
+        return behind + len(self._tokenizer.encode(pieces[0], add_special_tokens=False).ids)
+
     def seen(self, text: str) -> str:
         """Return a text as a model sees it: many tokenizers bring Unicode into a normal form first."""
         return self._decode(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from turnwise.config import ConfigReference
+from turnwise.tools.config import ToolsConfig
 
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
-class SpecConfig(BaseModel):
+class NamedConfig(BaseModel):
     """Something that travels as a name and a configuration, never as an object.
 
     Attributes:
@@ -23,6 +24,43 @@ class SpecConfig(BaseModel):
 
     name: ConfigReference
     config: dict[str, Any] = Field(default_factory=dict)
+
+
+class SpecConfig(NamedConfig):
+    """An environment, as it travels.
+
+    Attributes:
+        tools: Tools that it offers beside those of its class.
+        wrappers: What is put around it, the innermost first: ``turn_limit``, ``time_limit``,
+            ``truncate_observations``, ``shape_reward``, ``record_transcript`` or ``pkg.module:Class``.
+    """
+
+    tools: ToolsConfig = ToolsConfig()
+    wrappers: list[NamedConfig] = Field(default_factory=list)
+
+
+class GroupRewardConfig(BaseModel):
+    """A function that sees all trajectories of a group. A text is its ``function``.
+
+    Attributes:
+        function: ``rank_by``, ``pairwise_judge``, ``pkg.module:function`` or ``path/to/file.py:function``.
+        arguments: Of the constructor where it names a class, else keyword arguments of every call.
+        weight: What it returns is multiplied by this; 0 only logs it.
+        timeout: Seconds that it may take for one group.
+        in_evaluation: Whether groups that are evaluated get it, too; it then counts for ``success_reward``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    function: ConfigReference
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    in_evaluation: bool = True
+
+
+def _function(value: Any) -> Any:
+    return {"function": value} if isinstance(value, str) else value
 
 
 class RolloutConfig(BaseModel):
@@ -47,12 +85,13 @@ class RolloutConfig(BaseModel):
         retries: How often an episode that an infrastructure failure ended is tried again.
         max_lost_threads: How many tool threads may be lost to time-outs before the run ends.
         save_messages: Whether saved trajectories hold their messages (to view them), not only ids.
+        group_reward: Rewards trajectories by comparing them with the others of their group.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     env: SpecConfig
-    agent: SpecConfig = SpecConfig(name="react")
+    agent: NamedConfig = NamedConfig(name="react")
     group_size: PositiveInt = 8
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -69,3 +108,4 @@ class RolloutConfig(BaseModel):
     retries: Annotated[int, Field(ge=0)] = 2
     max_lost_threads: Annotated[int, Field(ge=0)] = 16
     save_messages: bool = True
+    group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None

@@ -14,13 +14,15 @@ from typing import Self
 from urllib.parse import quote
 
 from turnwise.errors import EnvError, InferenceError, TurnwiseError
-from turnwise.inference.core import LLMClient
+from turnwise.inference.core import LLMClient, Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.seeding import stable_hash
 from turnwise.tools.threads import ToolThreads
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
@@ -36,7 +38,9 @@ class RolloutProducer(RolloutManager):
         buffer: ReplayBuffer | None,
         parts: RolloutParts,
         threads: ToolThreads,
+        rewarder: GroupRewarder | None = None,
     ) -> None:
+        self._rewarder = rewarder
         self._config = config
         self._runner = runner
         self._buffer = buffer
@@ -54,20 +58,41 @@ class RolloutProducer(RolloutManager):
 
         Raises:
             InferenceError: The server does not answer.
+            ConfigError: The configured tools cannot be loaded, or the environment's answer with media that the renderer
+                cannot place.
+            EnvError: An MCP server of the configured tools cannot be reached.
         """
         info = await client.model_info()
         # Threads are made on demand: a run whose tools are all async has none.
         # One more than may be lost: when so many are, the run ends, and until it has no call waits for nothing.
         threads = ToolThreads(config.concurrency, max_lost=config.max_lost_threads + 1)
+        runner_config, write, rewarder = config, parts.write, None
+        if config.group_reward is not None:
+            rewarder = GroupRewarder(
+                config.group_reward, write=parts.write, save_messages=config.save_messages, executor=threads
+            )
+            # What trajectories say is read once more before they are written.
+            runner_config, write = config.model_copy(update={"save_messages": True}), rewarder.take
         runner = EpisodeRunner(
-            config,
+            runner_config,
             client,
             parts.renderer,
             context_length=info.context_length,
             executor=threads,
-            write=parts.write,
+            write=write,
         )
-        return cls(config, runner, buffer, parts, threads)
+        await runner.prepare()
+        return cls(config, runner, buffer, parts, threads, rewarder)
+
+    @property
+    def config(self) -> RolloutConfig:
+        """What is rolled out, and how."""
+        return self._config
+
+    @property
+    def renderer(self) -> Renderer:
+        """Messages to ids and back."""
+        return self._parts.renderer
 
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
         """Start rolling out; finished groups arrive in the buffer in the order in which they end.
@@ -114,6 +139,7 @@ class RolloutProducer(RolloutManager):
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self._runner.close()
         # A thread that was lost to a time-out cannot be joined.
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -147,6 +173,16 @@ class RolloutProducer(RolloutManager):
             buffer.fail(_first(error))
 
     async def _group(self, request: RolloutRequest, group_id: str) -> TrajectoryGroup:
+        rewarder = self._rewarder
+        if rewarder is None:
+            return await self._members(request, group_id)
+        try:
+            # The members' slots are free: other groups go on while this one is compared.
+            return await rewarder.reward(request.task, await self._members(request, group_id))
+        finally:
+            rewarder.abandon(group_id, "the group was cancelled before its group reward", StopReason.CANCELLED)
+
+    async def _members(self, request: RolloutRequest, group_id: str) -> TrajectoryGroup:
         async with asyncio.TaskGroup() as members:
             running = [
                 members.create_task(self._member(request, group_id, member)) for member in range(request.group_size)
@@ -154,7 +190,7 @@ class RolloutProducer(RolloutManager):
         finished = [task.result() for task in running]
         trajectories = [trajectory for member in finished if member is not None for trajectory in member]
         failed = sum(member is None for member in finished)
-        return TrajectoryGroup(group_id, request.task.id, trajectories, request.partition, failed)
+        return TrajectoryGroup(group_id, request.task.id, trajectories, request.partition, failed, request.task.source)
 
     async def _member(self, request: RolloutRequest, group_id: str, member: int) -> list[Trajectory] | None:
         """Run one member, again after infrastructure failures. None: its last attempt failed too."""

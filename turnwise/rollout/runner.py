@@ -8,20 +8,26 @@ that an error ended is never scored, so a failure is never a reward of zero.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, ToolThreadLost, make_agent
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
-from turnwise.errors import AgentError, BudgetSpent, EnvError, TurnwiseError
+from turnwise.envs.wrappers import wrap
+from turnwise.errors import AgentError, BudgetSpent, ConfigError, EnvError, TurnwiseError
 from turnwise.inference.canonical import clean
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.sessions import EpisodeSessions
 from turnwise.tasks import Task
+from turnwise.tools.loading import Toolbox
+from turnwise.tools.media import check_media
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason
 
@@ -111,6 +117,47 @@ class EpisodeRunner:
         self._write = write
         self._context_length = min(context_length, config.context_length or context_length)
         self._agents: dict[str, Agent] = {}
+        self._held: set[str] = set()
+        self._toolbox = Toolbox(config.env.tools)
+        self._spare: Env | None = None
+
+    async def prepare(self) -> None:
+        """Load the configured tools, and hold the environment's against what the model's renderer places.
+
+        The environment that is made for it is that of the first episode. What else is wrong with it is left to the
+        episodes, whose trajectories say so.
+
+        Raises:
+            ConfigError: A tool cannot be loaded, names collide, or a tool answers with media that the renderer cannot
+                place.
+            EnvError: An MCP server cannot be reached.
+        """
+        name = self._config.env.name
+        try:
+            await self._toolbox.tools()
+        except BaseException:
+            await self.close()
+            raise
+        try:
+            self._spare = await self._make(name, {})
+            self._hold(name, self._spare)
+        except ConfigError:
+            await self.close()
+            raise
+        except TurnwiseError:
+            await self._close_spare()
+
+    async def close(self) -> None:
+        """Close what the configured tools hold, and the environment that no episode took."""
+        await self._close_spare()
+        await self._toolbox.close()
+
+    async def _close_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            with contextlib.suppress(TurnwiseError, TimeoutError):
+                async with asyncio.timeout(self._config.close_timeout):
+                    await invoke(spare, "close", executor=self._executor)
 
     async def run(self, spec: EpisodeSpec) -> EpisodeOutcome:
         """Run one episode and return what it left.
@@ -181,12 +228,8 @@ class EpisodeRunner:
     async def _reset(self, run: _Run, deadline: float | None) -> Episode:
         spec, config = run.spec, self._config
         name = spec.task.env or config.env.name
-        try:
-            run.env = make(name, **(config.env.config if name == config.env.name else {}))
-        except TurnwiseError:
-            raise
-        except Exception as error:
-            raise EnvError(f"environment {name!r} cannot be made: {type(error).__name__}: {error}") from error
+        run.env = await self._make(name, spec.task.env_config)
+        self._hold(name, run.env)
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
         limits = EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length)
         return Episode(
@@ -201,6 +244,31 @@ class EpisodeRunner:
             deadline=deadline,
             executor=self._executor,
         )
+
+    async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
+        """Make an environment. ``own`` is what its task says of its configuration."""
+        configured = name == self._config.env.name
+        tools = await self._toolbox.tools() if configured else ()
+        if configured and not own and self._spare is not None:
+            spare, self._spare = self._spare, None
+            return spare
+        try:
+            env = make(name, **{**(self._config.env.config if configured else {}), **own})
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            raise EnvError(f"environment {name!r} cannot be made: {type(error).__name__}: {error}") from error
+        if tools:
+            env.add_tools(tools)
+        for wrapper in self._config.env.wrappers if configured else ():
+            env = wrap(env, wrapper.name, **wrapper.config)
+        env.count_tokens = self._renderer.count
+        return env
+
+    def _hold(self, name: str, env: Env) -> None:
+        if name not in self._held:
+            check_media(name, env.toolset(), self._renderer.media)
+            self._held.add(name)
 
     def _sessions(self, spec: EpisodeSpec) -> EpisodeSessions:
         return EpisodeSessions(
@@ -218,11 +286,12 @@ class EpisodeRunner:
         return self._config.temperature if spec.temperature is None else spec.temperature
 
     def _agent(self, task: Task) -> Agent:
-        name = task.agent or self._config.agent.name
-        if name not in self._agents:
+        name, own = task.agent or self._config.agent.name, task.agent_config
+        key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name
+        if key not in self._agents:
             config = self._config.agent.config if name == self._config.agent.name else {}
-            self._agents[name] = make_agent(name, **config)
-        return self._agents[name]
+            self._agents[key] = make_agent(name, **{**config, **own})
+        return self._agents[key]
 
     async def _score(self, run: _Run) -> None:
         episode = run.episode
@@ -283,6 +352,7 @@ class EpisodeRunner:
             if name == "main" and episode is not None:
                 metrics |= episode.metrics
             events = [(r.turn_id, r.name, r.value) for r in episode.rewards if r.agent == name] if episode else []
+            counted = episode.turn_metrics.items() if episode else ()
             trajectory = replace(
                 blank,
                 id=session.id,
@@ -293,6 +363,7 @@ class EpisodeRunner:
                 segments=session.segments(messages=self._config.save_messages),
                 rewards=events,
                 metrics=metrics,
+                turn_metrics={turn: dict(values) for (agent, turn), values in counted if agent == name},
             )
             result.append(trajectory)
         return result

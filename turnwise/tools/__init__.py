@@ -1,7 +1,18 @@
 """Tools: functions, methods and objects that a model may call."""
 
+from turnwise.tools.agent_data import AgentData
+from turnwise.tools.config import MCPServerConfig, ToolsConfig
 from turnwise.tools.core import DEFAULT_MAX_OUTPUT, BaseTool, FunctionTool, Tool, as_tool, function_tool
 from turnwise.tools.execute import Outcome, ToolRunner
+from turnwise.tools.injected import Injected
+from turnwise.tools.limits import OutputLimit
+from turnwise.tools.loading import Toolbox, load_function_tools, load_tool_config
+from turnwise.tools.openai_schema import (
+    OpenAIFunctionParametersSchema,
+    OpenAIFunctionPropertySchema,
+    OpenAIFunctionSchema,
+    OpenAIFunctionToolSchema,
+)
 from turnwise.tools.registry import get_tool, register_tool, tool_names
 from turnwise.tools.response import INVALID_CALLS, ToolResponse
 from turnwise.tools.schema import as_schema, function_schema
@@ -10,18 +21,30 @@ from turnwise.tools.threads import ToolThreads
 __all__ = [
     "DEFAULT_MAX_OUTPUT",
     "INVALID_CALLS",
+    "AgentData",
     "BaseTool",
     "FunctionTool",
+    "Injected",
+    "MCPServerConfig",
+    "OpenAIFunctionParametersSchema",
+    "OpenAIFunctionPropertySchema",
+    "OpenAIFunctionSchema",
+    "OpenAIFunctionToolSchema",
     "Outcome",
+    "OutputLimit",
     "Tool",
     "ToolResponse",
     "ToolRunner",
     "ToolThreads",
+    "Toolbox",
+    "ToolsConfig",
     "as_schema",
     "as_tool",
     "function_schema",
     "function_tool",
     "get_tool",
+    "load_function_tools",
+    "load_tool_config",
     "register_tool",
     "tool_names",
 ]

@@ -11,13 +11,20 @@ import inspect
 import sys
 import types
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, TypeAlias, TypeVar, overload
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar, overload
+
+from pydantic import BaseModel
 
 from turnwise.errors import ToolSchemaError, shown
+from turnwise.tools.hints import Namespace
+from turnwise.tools.limits import OutputLimit
+from turnwise.tools.media import as_media
+from turnwise.tools.openai_schema import OpenAIFunctionToolSchema
 from turnwise.tools.registry import get_tool, register_tool
 from turnwise.tools.response import ToolResponse
-from turnwise.tools.schema import Arguments, Namespace, arguments_of, as_schema, function_schema
+from turnwise.tools.schema import Arguments, arguments_of, as_schema, function_schema, injected_of
+from turnwise.tools.secrets import Secret, check_secrets, with_secrets
 from turnwise.types import ToolSchema
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,7 +47,10 @@ class FunctionTool:
         concurrent: Whether it may run while other calls of the episode run.
         inline: Whether it runs on the event loop although it is a plain function (for fast pure ones).
         timeout: Seconds after which a call is answered with the error ``timeout``, or None.
-        max_output: Characters of its text that the model gets to see, or None for all.
+        max_output: How much of its text the model gets to see: characters, an OutputLimit, or None for all.
+        media: Kinds of media that it may answer with, besides text.
+        secrets: What its errors must not show.
+        injected: Parameters that the task fills and no model sees, and whether each must be given.
     """
 
     def __init__(
@@ -53,7 +63,9 @@ class FunctionTool:
         timeout: float | None = None,
         concurrent: bool | None = None,
         inline: bool = False,
-        max_output: int | None = DEFAULT_MAX_OUTPUT,
+        max_output: int | OutputLimit | None = DEFAULT_MAX_OUTPUT,
+        media: Collection[str] = (),
+        secrets: Sequence[Secret] = (),
         namespace: Namespace | None = None,
     ) -> None:
         _check_function(fn)
@@ -67,16 +79,19 @@ class FunctionTool:
         if inline and timeout is not None:
             raise ToolSchemaError(f"{label}: a call that runs inline cannot be timed out; leave inline or timeout out")
         _check_positive(label, "timeout", timeout)
-        _check_positive(label, "max_output", max_output)
+        _check_output(label, max_output)
         self.concurrent = (not self.is_method) if concurrent is None else concurrent
         self.inline = inline
         self.timeout = timeout
         self.max_output = max_output
+        self.media = as_media(label, media)
+        self.secrets = check_secrets(label, secrets)
         if schema is None:
             self.schema, self.arguments = function_schema(fn, name=name, description=description, namespace=namespace)
         else:
             self.schema = as_schema(schema, name=name, description=description)
             self.arguments = arguments_of(fn, self.schema, namespace=namespace)
+        self.injected = injected_of(fn, namespace=namespace)
         functools.update_wrapper(self, fn, updated=())
 
     @property
@@ -112,7 +127,9 @@ def function_tool(
     timeout: float | None = None,
     concurrent: bool | None = None,
     inline: bool = False,
-    max_output: int | None = DEFAULT_MAX_OUTPUT,
+    max_output: int | OutputLimit | None = DEFAULT_MAX_OUTPUT,
+    media: Collection[str] = (),
+    secrets: Sequence[Secret] = (),
 ) -> Callable[[F], F]: ...
 def function_tool(
     fn: Callable[..., Any] | str | None = None,
@@ -124,7 +141,9 @@ def function_tool(
     timeout: float | None = None,
     concurrent: bool | None = None,
     inline: bool = False,
-    max_output: int | None = DEFAULT_MAX_OUTPUT,
+    max_output: int | OutputLimit | None = DEFAULT_MAX_OUTPUT,
+    media: Collection[str] = (),
+    secrets: Sequence[Secret] = (),
 ) -> Any:
     """Offer a function to models, or a method of an environment.
 
@@ -140,7 +159,9 @@ def function_tool(
         timeout: Seconds. An async tool is cancelled; the thread of a plain one is lost and ends the episode.
         concurrent: Whether it may run while others run: by default functions do and methods do not.
         inline: Run a plain function on the event loop. Only for functions that return within microseconds.
-        max_output: Characters of its text that the model gets to see (head and tail are kept), or None for all.
+        max_output: Characters of its text that the model gets to see, an OutputLimit, or None for all.
+        media: What it may answer with besides text: ``image``, ``video``, ``audio``, where the renderer takes them.
+        secrets: Names of environment variables whose values no error may show, or such values as SecretStr.
 
     Raises:
         ToolSchemaError: The signature cannot be offered; the message says what to write instead.
@@ -162,13 +183,20 @@ def function_tool(
             concurrent=concurrent,
             inline=inline,
             max_output=max_output,
+            media=media,
+            secrets=secrets,
             namespace=_namespace(frame),
         )
-        if not tool.is_method and "." not in tool.fn.__qualname__:
-            register_tool(tool)
-        return tool
+        return _registered(tool)
 
     return decorate if fn is None else decorate(fn)
+
+
+def _registered(tool: FunctionTool) -> FunctionTool:
+    """Return a tool, registered under its name where it is a function of a module."""
+    if not tool.is_method and "." not in tool.fn.__qualname__:
+        register_tool(tool)
+    return tool
 
 
 def _namespace(frame: types.FrameType) -> Namespace:
@@ -190,6 +218,13 @@ def _check_positive(label: str, name: str, value: float | None) -> None:
         raise ToolSchemaError(f"{label}: {name} is {value!r}: it must be more than 0, or None")
 
 
+def _check_output(label: str, value: int | OutputLimit | None) -> None:
+    if isinstance(value, float):
+        raise ToolSchemaError(f"{label}: max_output is {value!r}: write a whole number, an OutputLimit, or None")
+    if not isinstance(value, OutputLimit):
+        _check_positive(label, "max_output", value)
+
+
 class BaseTool:
     """A tool with a life of its own: one instance per episode, made before its first call and released at its end.
 
@@ -198,33 +233,51 @@ class BaseTool:
     episodes at the same time; the instance id tells them apart. ``task.data["tools_kwargs"][name]`` may hold
     ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs`` and ``release_kwargs``.
 
+    A method that takes ``agent_data`` is given the episode's :class:`~turnwise.tools.agent_data.AgentData`; ``execute``
+    takes it by ``**kwargs`` too. A ``create`` that takes ``create_kwargs`` (also by ``**kwargs``) is given them as one
+    dict besides.
+
     Attributes:
+        tool_schema: What the model is told, in OpenAI's form with attributes: ``tool_schema.function.name``.
         concurrent: Whether calls of one episode may run at the same time.
         timeout: Seconds after which a call is cancelled and answered with the error ``timeout``, or None.
-        max_output: Characters of its text that the model gets to see, or None for all.
+        max_output: How much of its text the model gets to see: characters, an OutputLimit, or None for all.
+        media: Kinds of media that it may answer with besides text: ``image``, ``video``, ``audio``.
+        secrets: Names of environment variables whose values no error may show, or such values as SecretStr. What the
+            configuration holds as SecretStr, or names as ``{secret_env: NAME}``, is secret without being listed.
     """
 
-    concurrent: ClassVar[bool] = False
+    concurrent: bool = False
     timeout: float | None = None
-    max_output: int | None = DEFAULT_MAX_OUTPUT
+    max_output: int | OutputLimit | None = DEFAULT_MAX_OUTPUT
+    media: Collection[str] = ()
+    secrets: Sequence[Secret] = ()
 
     def __init__(
         self,
         config: Mapping[str, Any] | None = None,
-        tool_schema: ToolSchema | Mapping[str, Any] | None = None,
+        tool_schema: ToolSchema | Mapping[str, Any] | BaseModel | None = None,
     ) -> None:
         """Take a configuration and what the model is told.
 
+        Args:
+            config: Yours.
+            tool_schema: A ToolSchema or OpenAI's form; None where the class writes ``get_openai_tool_schema``.
+
         Raises:
             ToolSchemaError: There is no schema, or it cannot be offered.
+            ConfigError: The configuration names an environment variable that is not set.
         """
+        if tool_schema is None and type(self).get_openai_tool_schema is not BaseTool.get_openai_tool_schema:
+            tool_schema = self.get_openai_tool_schema()
         if tool_schema is None:
             raise ToolSchemaError(
                 f"{type(self).__qualname__} has no schema: call super().__init__(config, tool_schema) with a "
-                "ToolSchema or OpenAI's form"
+                "ToolSchema or OpenAI's form, or write get_openai_tool_schema()"
             )
-        self.config: dict[str, Any] = dict(config or {})
         self._schema = as_schema(tool_schema)
+        self.tool_schema = OpenAIFunctionToolSchema.of(self._schema)
+        self.config: dict[str, Any] = with_secrets(config or {}, f"tool {self._schema.name!r}: config")
         self.arguments = Arguments(self._schema)
 
     @property
@@ -236,6 +289,10 @@ class BaseTool:
     def name(self) -> str:
         """The name that calls use."""
         return self._schema.name
+
+    def get_openai_tool_schema(self) -> Mapping[str, Any] | BaseModel | ToolSchema | None:
+        """Return what the model is told. A class that knows its own schema writes this instead of being given one."""
+        return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:  # noqa: ARG002
         """Make the instance of an episode. An error here is one of the infrastructure, never of the model.

@@ -1,7 +1,8 @@
 """Running the calls of an episode: exactly one answer per call, in call order, whatever the model wrote.
 
 Owns: :class:`ToolRunner`, the tools of one episode: which calls may run at the same time, where they run, their
-time-outs, the life of BaseTools, and what a tool's return value means. Refuses: scoring, and counting turns.
+time-outs, what of their texts is shown, and what a tool's return value means. Refuses: scoring, counting turns, and
+the life of BaseTools (``instances.py``).
 
 Calls of tools that are ``concurrent`` (functions, by default) run at the same time; the others run one at a time per
 episode, in call order. A tool that raises is answered to the model; an error of the infrastructure (any
@@ -14,19 +15,26 @@ import asyncio
 import contextvars
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
-from turnwise.errors import EnvError, ToolError, TurnwiseError
+from turnwise.errors import EnvError, ToolError, TurnwiseError, shown
+from turnwise.tools.agent_data import AgentData
 from turnwise.tools.core import BaseTool, FunctionTool, Tool
+from turnwise.tools.instances import Instances, ToolsKwargs
+from turnwise.tools.limits import CountTokens, as_limit
+from turnwise.tools.media import undeclared
 from turnwise.tools.registry import nearest
 from turnwise.tools.response import INVALID_CALLS, ToolResponse, as_response, cleaned, crash, failure
 from turnwise.tools.schema import ArgumentError
+from turnwise.tools.secrets import Secret, Secrets
 from turnwise.tools.threads import ToolThreads, default_threads
 from turnwise.types import ToolCall
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 CANCEL_GRACE_S: Final = 5.0
 """How long a cancelled async tool may take to end before it counts as lost."""
@@ -65,6 +73,7 @@ class ToolRunner:
         tools: By name.
         lost: How many calls of this episode were given up while their thread (or a task that refuses to be
             cancelled) runs on. Above 0 the episode must end: what the call touches may still change.
+        data: What BaseTools may know of the episode.
     """
 
     def __init__(
@@ -74,7 +83,10 @@ class ToolRunner:
         owner: object = None,
         executor: Executor | None = None,
         timeout: float | None = None,
-        tools_kwargs: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
+        tools_kwargs: ToolsKwargs | None = None,
+        count_tokens: CountTokens | None = None,
+        secrets: Sequence[Secret] = (),
+        data: AgentData | None = None,
     ) -> None:
         """Take the tools.
 
@@ -85,6 +97,9 @@ class ToolRunner:
             timeout: Seconds for calls of tools that set none.
             tools_kwargs: By tool name and then ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs``,
                 ``release_kwargs``, for BaseTools.
+            count_tokens: Counts tokens of the model that reads the answers, for limits in tokens.
+            secrets: What no error may show, besides what the tools declare.
+            data: What BaseTools may know of the episode.
         """
         self.tools = dict(tools)
         self.lost = 0
@@ -92,10 +107,13 @@ class ToolRunner:
         self._executor = executor
         self._timeout = timeout
         self._kwargs = tools_kwargs or {}
+        self._count_tokens = count_tokens
+        self._declared = secrets
+        self._secrets_found: Secrets | None = None
         self._lock = asyncio.Lock()
-        self._instances: dict[str, str] = {}
-        self._created_rewards: dict[str, float] = {}
-        self._opened = not any(isinstance(tool, BaseTool) for tool in self.tools.values())
+        self.data = AgentData(tools_kwargs=self._kwargs) if data is None else data
+        self._instances = Instances(self.tools, self._kwargs, self.data, self._secrets)
+        self._opened = not self._instances
         self._closed = False
 
     async def open(self) -> None:
@@ -106,12 +124,11 @@ class ToolRunner:
         """
         if self._opened:
             return
-        async with self._turn():
-            if self._opened or self._closed:
-                return
-            for name, tool in self.tools.items():
-                if isinstance(tool, BaseTool):
-                    await self._create(name, tool)
+        await self._alone(self._create)
+
+    async def _create(self) -> None:
+        if not (self._opened or self._closed):
+            await self._instances.create()
             self._opened = True
 
     async def run(self, call: ToolCall) -> Outcome:
@@ -135,8 +152,7 @@ class ToolRunner:
             return Outcome(call, failure("invalid_arguments", str(error), tool=call.name, path=error.path))
         if tool.concurrent:
             return await self._answer(call, tool, arguments)
-        async with self._turn():
-            return await self._answer(call, tool, arguments)
+        return await self._alone(self._answer, call, tool, arguments)
 
     async def run_all(self, calls: Sequence[ToolCall]) -> list[Outcome]:
         """Answer the calls of one message: one outcome per call, in call order. Raises what :meth:`run` raises."""
@@ -156,13 +172,7 @@ class ToolRunner:
         Raises:
             EnvError: A tool raised, or gave a number that is not finite.
         """
-        values = dict(self._created_rewards)
-        for name, instance in self._instances.items():
-            value = await self._foreign(name, "calc_reward", instance, **self._extra(name, "calc_reward_kwargs"))
-            # A ToolResponse holds numbers to their contract.
-            reward = ToolResponse(reward=value).reward
-            values[name] = values.get(name, 0.0) + (reward or 0.0)
-        return {f"tool/{name}": value for name, value in values.items() if value}
+        return await self._instances.rewards()
 
     async def close(self) -> None:
         """Release every instance exactly once, whatever the others do. Closing twice is no error.
@@ -171,54 +181,15 @@ class ToolRunner:
             EnvError: A release failed. The others were released all the same.
         """
         self._closed = True
-        failed: list[BaseException] = []
-        while self._instances:
-            name, instance = self._instances.popitem()
-            try:
-                await self._foreign(name, "release", instance, **self._extra(name, "release_kwargs"))
-            except (TurnwiseError, asyncio.CancelledError) as error:
-                failed.append(error)
-        cancelled = [error for error in failed if isinstance(error, asyncio.CancelledError)]
-        if failed:
-            raise (cancelled or failed)[0]
+        await self._instances.release()
 
-    # -- the life of BaseTools ---------------------------------------------------------------------------------
-
-    async def _create(self, name: str, tool: BaseTool) -> None:
-        try:
-            made = await self._foreign(name, "create", None, **self._extra(name, "create_kwargs"))
-            if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], str)):
-                raise EnvError(
-                    f"{type(tool).__qualname__}.create returned {made!r}: it must return (instance_id, ToolResponse)"
-                )
-        except BaseException:
-            await self.close()
-            raise
-        self._instances[name] = made[0]
-        response = as_response(name, made[1])
-        if response.reward is not None:
-            self._created_rewards[name] = response.reward
-
-    async def _foreign(self, name: str, method: str, instance: str | None, **kwargs: Any) -> Any:
-        tool = self.tools[name]
-        assert isinstance(tool, BaseTool)
-        methods: dict[str, Callable[..., Any]] = {
-            "create": tool.create,
-            "calc_reward": tool.calc_reward,
-            "release": tool.release,
-        }
-        try:
-            found: Any = methods[method](instance, **kwargs)
-            return await found if inspect.isawaitable(found) else found
-        except TurnwiseError:
-            raise
-        except Exception as error:
-            raise EnvError(
-                f"{type(tool).__qualname__}.{method} of tool {name!r} raised {type(error).__name__}: {error}"
-            ) from error
-
-    def _extra(self, name: str, which: str) -> dict[str, Any]:
-        return dict(self._kwargs.get(name, {}).get(which, {}))
+    def _secrets(self) -> Secrets:
+        if self._secrets_found is None:
+            tools = self.tools.values()
+            declared = [*self._declared, *(secret for tool in tools for secret in tool.secrets)]
+            configs = [tool.config for tool in tools if isinstance(tool, BaseTool)]
+            self._secrets_found = Secrets(declared, configs, self._kwargs)
+        return self._secrets_found
 
     # -- one call ------------------------------------------------------------------------------------------------
 
@@ -227,16 +198,15 @@ class ToolRunner:
         inline = isinstance(tool, FunctionTool) and tool.inline
         return tool is not None and call.error is None and tool.concurrent and not inline
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _alone(self, work: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do something when it is its turn among what runs one at a time."""
         if _RUNS_IN.get() is self:
             # A tool that calls another one of its episode has the turn already.
-            yield
-            return
+            return await work(*args, **kwargs)
         async with self._lock:
             token = _RUNS_IN.set(self)
             try:
-                yield
+                return await work(*args, **kwargs)
             finally:
                 _RUNS_IN.reset(token)
 
@@ -244,7 +214,7 @@ class ToolRunner:
         available = list(self.tools)
         if call.error is None:
             hint = nearest(call.name, available)
-            message = f"there is no tool {call.name!r}{hint}"
+            message = f"there is no tool {shown(call.name)}{hint}"
             return failure("unknown_tool", message, available=available)
         word = "invalid_json" if "json" in call.error.lower() else "unusable_call"
         details = {"tool": call.name} if call.name in self.tools else {"available": available}
@@ -257,28 +227,48 @@ class ToolRunner:
         started = time.perf_counter()
         try:
             response = as_response(tool.name, await self._execute(tool, arguments))
+        except TurnwiseError as error:
+            self._secrets().scrub(error)
+            if not isinstance(error, ToolError):
+                raise
+            response = failure("tool_error", self._told(tool, str(error)), tool=call.name)
         except _Timeout as error:
             response = failure("timeout", str(error), tool=call.name)
-        except ToolError as error:
-            response = failure("tool_error", str(error), tool=call.name)
-        except TurnwiseError:
-            raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            response = crash(call, "CancelledError", "the tool cancelled itself")
+            response = crash(call, "CancelledError: the tool cancelled itself")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: the model reads it and may go on
-            response = crash(call, type(error).__name__, str(error))
-        response.text = cleaned(response.text, tool.max_output if response.error is None else None)
+            message = f"{type(error).__name__}: {error}".removesuffix(": ")
+            response = crash(call, self._told(tool, message))
+        else:
+            self._check(tool, response)
         return Outcome(call, response, time.perf_counter() - started)
+
+    def _check(self, tool: Tool, response: ToolResponse) -> None:
+        """Bring what a tool answered into the form that is shown."""
+        if response.image or response.video or response.audio:
+            wrong = undeclared(tool, response)
+            if wrong is not None:
+                raise wrong
+        text = response.text
+        if text is not None and response.error is not None:
+            text = self._secrets().redact(text)
+        response.text = cleaned(text, as_limit(tool.max_output), self._count_tokens)
+
+    def _told(self, tool: Tool, message: str) -> str:
+        """Return what a tool raised as the model is told it."""
+        return cleaned(self._secrets().redact(message), as_limit(tool.max_output), self._count_tokens) or ""
 
     async def _execute(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         timeout = self._timeout if tool.timeout is None else tool.timeout
         if isinstance(tool, BaseTool):
-            extra = self._extra(tool.name, "execute_kwargs")
-            return await self._bounded(tool.execute(self._instances[tool.name], arguments, **extra), timeout)
+            extra = self._instances.kwargs(tool.name, "execute_kwargs")
+            return await self._bounded(tool.execute(self._instances.id_of(tool.name), arguments, **extra), timeout)
         positional = (self._owner,) if tool.is_method else ()
+        if tool.injected:
+            arguments = {**arguments, **self._instances.kwargs(tool.name, "execute_kwargs")}
         if tool.is_async:
             return await self._bounded(tool.fn(*positional, **arguments), timeout)
         if tool.inline:

@@ -15,9 +15,10 @@ from typing import Any, Final
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from turnwise.errors import EnvError, shown
+from turnwise.tools.limits import CountTokens, OutputLimit
 from turnwise.types import ToolCall
 
-_MAX_MESSAGE: Final = 4_000
+_MESSAGE: Final = OutputLimit(4_000)
 
 INVALID_CALLS: Final = frozenset(("unknown_tool", "invalid_json", "invalid_arguments", "unusable_call"))
 """Errors of calls that reached no tool."""
@@ -81,26 +82,8 @@ class ToolResponse:
             message: What is wrong and what to do about it.
             **details: Further JSON values, such as the names that exist.
         """
-        if len(message) > _MAX_MESSAGE:
-            message = truncated(message, _MAX_MESSAGE)
-        body = {"error": {"type": error, "message": message, **details}}
+        body = {"error": {"type": error, "message": _MESSAGE.cut(message), **details}}
         return cls(text=json.dumps(body, ensure_ascii=False), error=error)
-
-
-def truncated(text: str, limit: int) -> str:
-    """Return a text of at most ``limit`` characters: its head and tail, and between them how much was cut."""
-    if len(text) <= limit:
-        return text
-    # The longest marker that can come is reserved, so that the count in it may have fewer digits.
-    kept = limit - len(_cut_marker(len(text)))
-    if kept < 2:
-        return text[:limit]
-    tail = kept // 2
-    return text[: kept - tail] + _cut_marker(len(text) - kept) + text[-tail:]
-
-
-def _cut_marker(count: int) -> str:
-    return f"\n[... {count} characters cut ...]\n"
 
 
 def _finite(value: Any, name: str) -> float:
@@ -121,21 +104,21 @@ def failure(word: str, message: str, **details: Any) -> ToolResponse:
     return response
 
 
-def crash(call: ToolCall, kind: str, message: str) -> ToolResponse:
+def crash(call: ToolCall, message: str) -> ToolResponse:
     """Return the error of a call whose tool raised, counted as a crash."""
-    response = failure("tool_error", f"{kind}: {message}" if message else kind, tool=call.name)
+    response = failure("tool_error", message, tool=call.name)
     response.metrics = {"crashes": 1.0}
     return response
 
 
-def cleaned(text: str | None, max_output: int | None) -> str | None:
-    """Return a text as the model may see it: of at most ``max_output`` characters, without half surrogate pairs."""
-    if text is None or (text.isascii() and (max_output is None or len(text) <= max_output)):
-        return text
-    if max_output is not None:
-        text = truncated(text, max_output)
-    # Half a surrogate pair is no text: neither tokenizers nor files take it.
-    return text.encode("utf-8", "replace").decode()
+def cleaned(text: str | None, limit: OutputLimit | None, count_tokens: CountTokens | None = None) -> str | None:
+    """Return a text as the model may see it: within the limit, and without half surrogate pairs."""
+    if text is None:
+        return None
+    if not text.isascii():
+        # Half a surrogate pair is no text: neither tokenizers nor files take it.
+        text = text.encode("utf-8", "replace").decode()
+    return text if limit is None else limit.cut(text, count_tokens)
 
 
 def as_response(name: str, value: Any) -> ToolResponse:

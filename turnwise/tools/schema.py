@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import reduce
-from typing import Any, Final, NotRequired, Required, TypeAlias, Union, get_args, get_origin
+from typing import Any, Final, NotRequired, Required, Union, get_origin
 
 import typing_extensions
 from jsonschema import Draft202012Validator
@@ -26,21 +24,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from turnwise.errors import ToolSchemaError
+from turnwise.tools.docstring import read_docstring
+from turnwise.tools.hints import Namespace, hints_of, plain_hint
+from turnwise.tools.injected import injected_parameters
 from turnwise.tools.inline import plain_schema
 from turnwise.tools.plain import quick_check
 from turnwise.types import ToolSchema
 
-Namespace: TypeAlias = Callable[[], Mapping[str, Any]]
-"""Finds the names around a definition; asked only where a hint is not found in its module."""
-
 _NAME: Final = re.compile(r"[A-Za-z0-9_./-]{1,128}")
-_SECTION: Final = re.compile(
-    r"(Args|Arguments|Parameters|Params|Returns?|Yields?|Raises|Examples?|Notes?|Attributes|See Also|References|"
-    r"Todo|Warnings?):\s*"
-)
-_ENTRY: Final = re.compile(r"(?P<name>\w+)\s*(\([^)]*\))?\s*:\s*(?P<text>.*)")
 _TypedDict: Final[Any] = typing_extensions.TypedDict  # called with fields that only the run knows
 _SHOWN: Final = 300
+# TypeError: what typing itself does not take as a hint of a value (Final, ClassVar).
+_INEXPRESSIBLE: Final = (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeError)
 _EXPRESSIBLE: Final = (
     "str, int, float, bool, None, list, dict, Optional, unions, Literal, Enum, TypedDict, a dataclass or a pydantic "
     "model"
@@ -97,16 +92,18 @@ class Arguments:
             raise ArgumentError("the arguments are nested too deeply", "$") from None
         except PydanticValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            raise ArgumentError(first["msg"], _path(first["loc"])) from error
+            raise ArgumentError(_excerpt(first["msg"]), _excerpt(_path(first["loc"]))) from error
         return values
 
 
 def _argument_error(errors: list[ValidationError]) -> ArgumentError:
     best: ValidationError = best_match(errors)
-    message = best.message
-    if len(message) > _SHOWN:
-        message = f"{message[: _SHOWN // 2]} ... {message[-_SHOWN // 2 :]}"
-    return ArgumentError(message, best.json_path)
+    return ArgumentError(_excerpt(best.message), _excerpt(best.json_path))
+
+
+def _excerpt(text: str) -> str:
+    """Return a text that quotes a model's own words, short: they may be as long as its completion."""
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -183,9 +180,11 @@ def function_schema(
     """
     label = name or fn.__name__
     _check_name(label)
-    summary, texts = _docstring(fn)
+    summary, texts = read_docstring(fn)
     parameters = _parameters(fn, label)
-    hints = _hints(fn, label, namespace)
+    hints = hints_of(fn, label, namespace)
+    hidden = injected_parameters(parameters, hints)
+    parameters = [each for each in parameters if each.name not in hidden]
     fields: dict[str, Any] = {}
     for parameter in parameters:
         fields[parameter.name] = _annotation(label, parameter, hints, texts.get(parameter.name))
@@ -215,7 +214,9 @@ def arguments_of(fn: Callable[..., Any], schema: ToolSchema, *, namespace: Names
     signature = inspect.signature(fn).parameters.values()
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature)
     parameters = [each for each in signature if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    parameters = _without_self(parameters)
+    hints = hints_of(fn, schema.name, namespace)
+    hidden = injected_parameters(parameters, hints)
+    parameters = [each for each in _without_self(parameters) if each.name not in hidden]
     names = [each.name for each in parameters]
     properties = schema.parameters.get("properties", {})
     extra = [name for name in properties if name not in names]
@@ -231,8 +232,7 @@ def arguments_of(fn: Callable[..., Any], schema: ToolSchema, *, namespace: Names
             f"tool {schema.name!r}: {fn.__qualname__} needs {', '.join(map(repr, missing))}, which the schema does not "
             "require: list it under 'required', or give the parameter a default"
         )
-    hints = _hints(fn, schema.name, namespace)
-    fields = {each.name: _plain_types(hints.get(each.name, Any), schema.name) for each in parameters}
+    fields = {each.name: plain_hint(hints.get(each.name, Any), schema.name) for each in parameters}
     if takes_any:
         fields |= dict.fromkeys(extra, Any)
     kept = [each for each in parameters if each.name in properties]
@@ -247,6 +247,11 @@ def _check_name(name: str) -> None:
             f"{name!r} is no name for a tool: use letters, digits and _ . / - (at most 128); write "
             '@function_tool("name")'
         )
+
+
+def injected_of(fn: Callable[..., Any], *, namespace: Namespace | None = None) -> dict[str, bool]:
+    """Return the parameters of a function that the task fills, and whether each must be given."""
+    return injected_parameters(list(inspect.signature(fn).parameters.values()), hints_of(fn, fn.__name__, namespace))
 
 
 def _without_self(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
@@ -268,28 +273,13 @@ def _parameters(fn: Callable[..., Any], label: str) -> list[inspect.Parameter]:
     return parameters
 
 
-def _hints(fn: Callable[..., Any], label: str, namespace: Namespace | None) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(fn, include_extras=True)
-    except NameError as error:
-        around = namespace() if namespace is not None else {}
-        try:
-            return typing.get_type_hints(fn, localns=dict(around), include_extras=True)
-        except NameError:
-            raise ToolSchemaError(
-                f"tool {label!r}: {error} in a type hint: define or import it at the top of {fn.__module__}"
-            ) from error
-    except TypeError as error:
-        raise ToolSchemaError(f"tool {label!r}: a type hint is no type: {error}") from error
-
-
 def _annotation(label: str, parameter: inspect.Parameter, hints: Mapping[str, Any], text: str | None) -> Any:
     if parameter.name not in hints:
         raise ToolSchemaError(
             f"tool {label!r}: parameter {parameter.name!r} has no type hint: write {parameter.name}: str, or another "
             f"type that JSON can express ({_EXPRESSIBLE})"
         )
-    annotation = _plain_types(hints[parameter.name], label)
+    annotation = plain_hint(hints[parameter.name], label)
     if parameter.default is None and annotation is not Any:
         annotation = Union[annotation, None]  # noqa: UP007 - the operand may be a form that | does not take
     if text and not _described(annotation):
@@ -302,51 +292,15 @@ def _described(annotation: Any) -> bool:
     return any(isinstance(each, FieldInfo) and each.description for each in metadata)
 
 
-def _plain_types(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
-    """Return a hint as pydantic takes it: texts in Annotated become descriptions, TypedDicts the kind it knows."""
-    if typing_extensions.is_typeddict(annotation):
-        return _typed_dict(annotation, label, above)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is typing.Annotated:
-        inner = _plain_types(arguments[0], label, above)
-        metadata = [Field(description=each) if isinstance(each, str) else each for each in arguments[1:]]
-        return reduce(lambda hint, each: typing.Annotated[hint, each], metadata, inner)
-    if origin is None or origin is typing.Literal or not arguments:
-        return annotation
-    if origin in (Required, NotRequired):
-        return _plain_types(arguments[0], label, above)
-    converted = tuple(_plain_types(each, label, above) for each in arguments)
-    if all(new is old for new, old in zip(converted, arguments, strict=True)):
-        return annotation
-    if origin in (Union, types.UnionType):
-        return Union[converted]  # noqa: UP007 - from a tuple
-    return origin[converted]
-
-
-def _typed_dict(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
-    if annotation in above:
-        raise ToolSchemaError(
-            f"tool {label!r}: the TypedDict {annotation.__name__} holds itself: write a pydantic model or a dataclass"
-        )
-    hints = typing_extensions.get_type_hints(annotation, include_extras=True)
-    fields: dict[str, Any] = {}
-    for key, hint in hints.items():
-        inner = _plain_types(hint, label, (*above, annotation))
-        fields[key] = Required[inner] if key in annotation.__required_keys__ else NotRequired[inner]
-    found = _TypedDict(annotation.__name__, fields)
-    found.__module__, found.__doc__ = annotation.__module__, annotation.__doc__
-    return found
-
-
 def _adapter(
     label: str, parameters: list[inspect.Parameter], fields: dict[str, Any]
 ) -> tuple[TypeAdapter[Any], dict[str, Any]]:
     required = {each.name for each in parameters if each.default is each.empty}
-    keys = {key: Required[hint] if key in required else NotRequired[hint] for key, hint in fields.items()}
     try:
+        keys = {key: Required[hint] if key in required else NotRequired[hint] for key, hint in fields.items()}
         adapter: TypeAdapter[Any] = TypeAdapter(_TypedDict("Arguments", keys))
         return adapter, plain_schema(adapter.json_schema())
-    except (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefinedAnnotation) as error:
+    except _INEXPRESSIBLE as error:
         culprit = next((key for key, hint in fields.items() if not _expressible(hint)), None)
         named = f"parameter {culprit!r}: {_type_name(fields[culprit])}" if culprit is not None else "its signature"
         raise ToolSchemaError(
@@ -356,8 +310,8 @@ def _adapter(
 
 def _expressible(hint: Any) -> bool:
     try:
-        TypeAdapter(hint).json_schema()
-    except (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefinedAnnotation):
+        TypeAdapter(_TypedDict("Arguments", {"value": Required[hint]})).json_schema()
+    except _INEXPRESSIBLE:
         return False
     return True
 
@@ -374,27 +328,3 @@ def _default(label: str, parameter: inspect.Parameter) -> Any:
             f"tool {label!r}: the default of {parameter.name!r} is {parameter.default!r}, which JSON cannot express: "
             "use None and put it in place inside the function"
         ) from error
-
-
-def _docstring(fn: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description of a docstring, and the texts of its ``Args`` section where there is one."""
-    lines = inspect.cleandoc(fn.__doc__ or "").splitlines()
-    start = next((n for n, line in enumerate(lines) if _SECTION.fullmatch(line)), len(lines))
-    texts: dict[str, str] = {}
-    section, indent, current = "", None, None
-    for line in lines[start:]:
-        header = _SECTION.fullmatch(line)
-        if header:
-            section, indent, current = header[1], None, None
-            continue
-        if section not in ("Args", "Arguments", "Parameters", "Params") or not line.strip():
-            continue
-        depth = len(line) - len(line.lstrip())
-        indent = depth if indent is None else indent
-        entry = _ENTRY.fullmatch(line.strip())
-        if depth == indent and entry:
-            current = entry["name"]
-            texts[current] = entry["text"].strip()
-        elif current is not None:
-            texts[current] = f"{texts[current]} {line.strip()}".strip()
-    return "\n".join(lines[:start]).strip(), texts

@@ -36,6 +36,7 @@ class TrainerState:
         step: Train steps done.
         epoch: How often the dataset was gone through.
         position: Tasks taken from the current epoch.
+        tasks: Where the order of tasks stands, epoch and position included.
         weight_version: Version of the weights on the inference server.
         config_digest: Of the configuration that the run was started with.
         metrics: The last ones logged.
@@ -45,6 +46,7 @@ class TrainerState:
     step: int
     epoch: int = 0
     position: int = 0
+    tasks: dict[str, Any] = field(default_factory=dict)
     weight_version: int = 0
     config_digest: str = ""
     metrics: dict[str, float] = field(default_factory=dict)

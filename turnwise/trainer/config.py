@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from turnwise.config import ConfigPath, ConfigSource
+from turnwise.config import ConfigPath
 from turnwise.errors import RegistryError
 from turnwise.evaluation.config import EvalPlan, RendererConfig
 from turnwise.inference.config import InferenceConfig
 from turnwise.rollout.config import RolloutConfig
+from turnwise.tasks import TasksConfig
 from turnwise.trainer.advantages import advantage_fn
 from turnwise.trainer.aggregation import LossAggregation
 
@@ -192,6 +193,12 @@ class TrainEvalConfig(EvalPlan):
 
     every: PositiveInt | None = 10
 
+    @model_validator(mode="after")
+    def _held_out(self) -> Self:
+        if self.tasks is None:
+            raise ValueError("tasks of its own: those that an environment names may be the ones that are trained")
+        return self
+
 
 class TrainConfig(_Section):
     """``turnwise train``.
@@ -201,8 +208,11 @@ class TrainConfig(_Section):
         runs: Where run directories lie.
         seed: Decides reset seeds, sampling seeds and the order of tasks.
         steps: Train steps.
-        tasks: Where the tasks come from (``tasks.load_tasks``).
-        task_limit: Take at most this many.
+        tasks: Where the tasks come from (``tasks.load_tasks``): a source, a section with its keys, or a list of
+            either, which is a mix; by default those that the environment names.
+        task_limit: Take at most this many (of a mix each source has its own ``limit``).
+        max_prompt_tokens: Leave tasks out whose prompt has more tokens; their number is printed and logged. Counted are
+            the task's own prompt and the environment's tools, not what the environment adds when it resets.
         shuffle: Whether tasks are shuffled, anew in each epoch; else they keep their order.
         policies: The trained policies by name. One for now, ``main``.
         rollout: How episodes are rolled out.
@@ -219,8 +229,9 @@ class TrainConfig(_Section):
     runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
     seed: Annotated[int, Field(ge=0)] = 0
     steps: PositiveInt
-    tasks: ConfigSource = Field(min_length=1, description="a file of tasks, or pkg.module:function")
+    tasks: TasksConfig | None = None
     task_limit: PositiveInt | None = None
+    max_prompt_tokens: PositiveInt | None = None
     shuffle: bool = True
     policies: dict[str, PolicyConfig]
     rollout: RolloutConfig

@@ -1,59 +1,84 @@
-"""The order in which tasks are trained, and where a run stands in it.
+"""Which tasks a train step takes, and where a run stands in them.
 
-Owns: :class:`TaskStream`. Refuses: loading tasks (``tasks.py``).
+Owns: :class:`TaskStream` and :func:`open_tasks`. Refuses: reading tasks, and their order (``turnwise/tasks``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-
-from turnwise.errors import TrainError
+from turnwise.inference.core import Renderer
 from turnwise.rollout.core import RolloutRequest
-from turnwise.seeding import stable_hash
-from turnwise.tasks import Task
+from turnwise.rollout.task_checks import PromptLimit, check_specs, task_source
+from turnwise.tasks import SourceReport, TaskOrder, open_order
+from turnwise.trainer.checkpoint import TrainerState
+from turnwise.trainer.config import TrainConfig
 
 
 class TaskStream:
-    """Goes through the tasks again and again; each epoch is shuffled anew, by a seed.
+    """Takes tasks in an order, as requests of a train step.
 
-    Where it stands is (epoch, position), and the order depends on nothing else: a resumed run takes the task that
-    the killed one would have taken.
+    What :meth:`state` returns is all that decides what follows: a resumed run takes the tasks that the killed one would
+    have taken.
 
-    Attributes:
-        epoch: How often all tasks were taken.
-        position: How many of the current epoch were.
+    Args:
+        order: The tasks, one after the other.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool, epoch: int = 0, position: int = 0) -> None:
-        if not tasks:
-            raise TrainError("tasks holds no task: there is nothing to train on")
-        if position > len(tasks):
-            raise TrainError(
-                f"the checkpoint stands at task {position} of its epoch, but tasks holds {len(tasks)}: "
-                "resume with the same tasks, or start a new run"
-            )
-        self.epoch = epoch
-        self.position = position
-        self._tasks = tasks
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order = self._ordered()
+    def __init__(self, order: TaskOrder) -> None:
+        self._order = order
+
+    @property
+    def epoch(self) -> int:
+        """How often all tasks were taken; 0 for several sources, each of which has epochs of its own."""
+        return self._order.epoch
+
+    @property
+    def position(self) -> int:
+        """How many tasks of the current epoch were taken; of several sources, how many in all."""
+        return self._order.position
 
     def take(self, groups: int, group_size: int) -> list[RolloutRequest]:
-        """Return the requests of one train step and move on."""
-        requests = []
-        for _ in range(groups):
-            if self.position == len(self._tasks):
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._ordered()
-            requests.append(RolloutRequest(self._tasks[self._order[self.position]], self.epoch, group_size))
-            self.position += 1
-        return requests
+        """Return the requests of one train step and move on.
 
-    def _ordered(self) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._tasks)))
-        rng = np.random.default_rng(stable_hash("order", self._seed, self.epoch))
-        return [int(index) for index in rng.permutation(len(self._tasks))]
+        Raises:
+            TaskError: A row that was reached cannot be read.
+        """
+        taken = [self._order.next() for _ in range(groups)]
+        return [RolloutRequest(task, epoch, group_size) for task, epoch in taken]
+
+    def state(self) -> dict[str, Any]:
+        """Return where this stands, as JSON values."""
+        return self._order.state()
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many rows were left out so far, where some were."""
+        left_out = sum(self._order.dropped().values())
+        return {"tasks/left_out": float(left_out)} if left_out else {}
+
+
+async def open_tasks(
+    config: TrainConfig, renderer: Renderer, state: TrainerState
+) -> tuple[TaskStream, list[SourceReport]]:
+    """Return the tasks of a run from where it stands, and what became of the rows of their sources.
+
+    Args:
+        config: Names the tasks, else the environment does.
+        renderer: Counts the tokens of their prompts, where the run has a limit.
+        state: Where the run stands.
+
+    Raises:
+        ConfigError: Nobody names any tasks.
+        TaskError: They cannot be loaded, there are none, the state does not fit them, or they name an environment or
+            agent that cannot be made.
+    """
+    order, reports = open_order(
+        task_source(config.tasks, config.rollout, "tasks"),
+        seed=config.seed,
+        shuffle=config.shuffle,
+        limit=config.task_limit,
+        keep=await PromptLimit.create(config.max_prompt_tokens, renderer, config.rollout),
+        state=(state.tasks or {"epoch": state.epoch, "position": state.position}) if state.step else None,
+    )
+    await check_specs(order.ahead(), config.rollout)
+    return TaskStream(order), reports

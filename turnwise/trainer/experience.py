@@ -73,7 +73,7 @@ def build_experience(
         if not (dead[number] and config.drop_zero_variance):
             advantage = float(result.values[number])
             rows += [TrainRow(sample, advantage, temperature=temperature) for sample in samples.rows]
-    metrics = _trajectory_metrics(members, dead)
+    metrics = _trajectory_metrics(members, dead) | _source_metrics(groups, policy)
     metrics |= {
         "batch/groups": float(result.groups),
         "batch/dead_groups": float(result.dead_groups),
@@ -86,6 +86,18 @@ def build_experience(
         "batch/empty_leaves": float(empty),
     }
     return Experience(rows, metrics)
+
+
+def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
+    """Return mean rewards by the source of the task, where tasks say which one they are from."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        if group.source is not None:
+            mine = [each for each in group.trajectories if each.policy == policy and each.error is None]
+            rewards[group.source] += [each.reward for each in mine]
+    means = {name: sum(found) / len(found) for name, found in sorted(rewards.items()) if found}
+    # A slash would be a level of the metric's name.
+    return {f"reward/by_source/{name.replace('/', '_')}": mean for name, mean in means.items()}
 
 
 def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> dict[str, float]:

@@ -16,6 +16,8 @@ METRICS: dict[str, str] = {
     "reward/std": "standard deviation of their rewards",
     "reward/informative": "share of trajectories whose group has rewards that differ",
     "reward/by_name/*": "sum of the reward events of one name, per trajectory",
+    "reward/by_source/*": "mean reward of the trajectories whose tasks are from one source",
+    "tasks/left_out": "rows of the task sources that were left out so far",
     "stop/*": "share of trajectories with this stop reason",
     "rollout/turns": "model calls per trajectory",
     "rollout/sampled_tokens": "sampled tokens per trajectory",

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.evaluation.result import EvalResult
-from turnwise.evaluation.runner import evaluate
+from turnwise.evaluation.runner import evaluate, load_eval_tasks
 from turnwise.inference.core import Renderer
 from turnwise.inference.fleet import Fleet
 from turnwise.inference.ledger import LedgerClient
@@ -31,10 +31,10 @@ from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.writer import TrajectoryWriter
-from turnwise.tasks import Task, load_tasks
+from turnwise.tasks import Task
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, restore_rng
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.data import TaskStream
+from turnwise.trainer.data import TaskStream, open_tasks
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
@@ -113,6 +113,7 @@ class TrainRun:
         yield
         self.state.step = step
         self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
+        self.state.tasks = self.tasks.state()
         self.torn = False
 
     async def sync_weights(self) -> None:
@@ -187,7 +188,7 @@ async def open_run(
     home = RunDirectory(directory)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(home.alone())
-        start = _read(config, home, console, fresh)
+        start = await _read(config, home, console, fresh)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
         start.store.tidy()
         # Called last, when the servers have ended: then their CPU time is that of children.
@@ -217,7 +218,7 @@ class _Start:
     learner: Learner
 
 
-def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> _Start:
+async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> _Start:
     """Read everything that can be wrong; change nothing."""
     digest = config_digest(config)
     store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
@@ -230,14 +231,13 @@ def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool
     policy = config.policy
     renderer = config.renderer.load(policy.model.path)
     console.print(f"chat format: {renderer.describe()['format']} ({renderer.describe()['proof']})", highlight=False)
-    tasks = TaskStream(
-        load_tasks(config.tasks, limit=config.task_limit),
-        seed=config.seed,
-        shuffle=config.shuffle,
-        epoch=state.epoch,
-        position=state.position,
-    )
-    eval_tasks = [] if config.eval is None else load_tasks(config.eval.tasks, limit=config.eval.limit)
+    tasks, reports = await open_tasks(config, renderer, state)
+    eval_tasks: list[Task] = []
+    if config.eval is not None:
+        held_out = await load_eval_tasks(config.eval, config.rollout, renderer)
+        eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
+    for report in reports:
+        console.print(f"tasks: {report}", highlight=False, markup=False)
     learner = Learner.create(policy, config.optimizer_steps, model_path=latest)
     if latest is not None:
         learner.load(latest)

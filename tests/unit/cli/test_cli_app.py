@@ -123,7 +123,7 @@ def test_ctrl_c_cleans_up_and_exits_with_130(tmp_path: Path) -> None:
 
 def test_check_env_of_a_sound_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check-env", "lookup", "--seeds", "1") == 0
-    assert "0 findings" in capsys.readouterr().out
+    assert "0 errors, 0 warnings" in capsys.readouterr().out
 
 
 def test_check_env_of_a_broken_one_tells_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,9 +158,9 @@ def test_check_env_of_an_unknown_one_names_the_nearest(capsys: pytest.CaptureFix
 def test_a_wrong_configuration_is_told_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("eval", "lookup", "-n", "0", "--no-greedy", "--model", str(tmp_path), "rollout.max_turnz=3") == 1
+    assert run("eval", "lookup", "-n", "0", "--no-greedy", "rollout.max_turnz=3") == 1
     error = capsys.readouterr().err
     assert "rollout.max_turns" in error
-    assert "tasks: missing" in error
+    assert "model: missing" in error
     assert run("train", str(tmp_path / "none.yaml")) == 1
     assert "cannot read the config file" in capsys.readouterr().err

@@ -331,7 +331,7 @@ class TestTasksKwargs:
         task = Task("a", "hi", {"tools_kwargs": {"purse": {"create_kwargs": {"gold": 3}}}})
         await invoke(env, "reset", task)
         await env.step(says(("purse", {})))
-        assert seen == {"gold": 3}
+        assert seen == {"gold": 3, "create_kwargs": {"gold": 3}}
 
     @pytest.mark.parametrize(
         ("given", "words"), [({"sack": {}}, "names 'sack', but the tools are up"), ([1], "must be an object")]

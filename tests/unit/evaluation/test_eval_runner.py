@@ -11,7 +11,7 @@ from rich.console import Console
 
 from support.toy_renderer import ToyRenderer
 from turnwise.config import load_config
-from turnwise.errors import ConfigError, InferenceError
+from turnwise.errors import ConfigError, InferenceError, TaskError
 from turnwise.evaluation import EvalConfig, EvalPlan, evaluate, result_table
 from turnwise.evaluation.runner import eval_requests, load_eval_tasks
 from turnwise.inference.ledger import LedgerClient
@@ -53,6 +53,10 @@ async def run(folder: Path, plan: EvalPlan, script=solver, **options):
         await producer.close()
         await client.close()
         writer.close()
+
+
+async def loaded(plan: EvalPlan):
+    return (await load_eval_tasks(plan, RolloutConfig(env=SpecConfig(name="lookup")), ToyRenderer())).tasks
 
 
 async def test_figures_files_and_audit_of_an_evaluation(tmp_path: Path) -> None:
@@ -125,9 +129,9 @@ async def test_a_failure_of_the_server_is_counted_and_no_zero(tmp_path: Path) ->
     assert "completed 3" in text
 
 
-def test_tasks_are_rolled_out_sampled_and_greedily() -> None:
+async def test_tasks_are_rolled_out_sampled_and_greedily() -> None:
     plan = EvalPlan(tasks=TASKS, samples=3, limit=2)
-    requests = eval_requests(plan, load_eval_tasks(plan), "step-20")
+    requests = eval_requests(plan, await loaded(plan), "step-20")
     assert [(r.group_size, r.temperature, r.tag, r.partition) for r in requests] == [
         (3, None, "step-20-sampled", "val"),
         (3, None, "step-20-sampled", "val"),
@@ -136,9 +140,9 @@ def test_tasks_are_rolled_out_sampled_and_greedily() -> None:
     ]
 
 
-def test_no_tasks_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="holds no task"):
-        load_eval_tasks(EvalPlan(tasks="turnwise.envs.lookup:tasks?n=0"))
+async def test_no_tasks_is_an_error() -> None:
+    with pytest.raises(TaskError, match="holds no task"):
+        await loaded(EvalPlan(tasks="turnwise.envs.lookup:tasks?n=0"))
 
 
 @pytest.mark.parametrize(

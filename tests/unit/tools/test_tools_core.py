@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from turnwise.errors import EnvError, RegistryError, ToolSchemaError
 from turnwise.tools import BaseTool, FunctionTool, ToolResponse, as_tool, function_tool, get_tool, tool_names
+from turnwise.tools.limits import OutputLimit
 from turnwise.tools.registry import register_tool
-from turnwise.tools.response import truncated
 from turnwise.types import ToolSchema
 
 
@@ -237,7 +237,7 @@ class TestToolResponse:
 
 @given(st.text(max_size=300), st.integers(1, 200))
 def test_truncation_keeps_head_and_tail_and_counts_what_is_gone(text, limit):
-    found = truncated(text, limit)
+    found = OutputLimit(limit).cut(text)
     assert len(found) <= max(limit, 0)
     if len(text) <= limit:
         assert found == text

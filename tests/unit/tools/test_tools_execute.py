@@ -5,6 +5,8 @@ import contextlib
 import contextvars
 import dataclasses
 import json
+import signal
+import sys
 import threading
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +107,28 @@ class TestAnswers:
         outcome = await runner(tool).run(ToolCall("c", "f", {}, "{}", "it stands inside reasoning"))
         assert outcome.response.error == "unusable_call"
         assert ran == []
+
+    @pytest.mark.parametrize(
+        "made",
+        [
+            ToolCall("c", "n" * 100_000, {}),
+            ToolCall("c", "add", {"a": "9" * 100_000}),
+            ToolCall("c", "add", {"a": 1, "k" * 100_000: 1}),
+            ToolCall("c", "add", {}, "", "the call is no JSON: " + "x" * 100_000),
+        ],
+    )
+    async def test_a_models_own_words_are_quoted_short(self, made):
+        outcome = await runner(add).run(made)
+        assert not outcome.usable
+        assert len(outcome.response.text) < 4500
+
+    async def test_a_path_is_short_too(self):
+        def deep(places: dict[str, int]) -> str:
+            return ""
+
+        outcome = await runner(deep).run(call("deep", places={"k" * 100_000: "x"}))
+        assert error_of(outcome.response)["path"].startswith("$.")
+        assert len(outcome.response.text) < 1000
 
     async def test_a_tool_error_is_its_text(self):
         async def fails() -> str:
@@ -483,6 +507,38 @@ class TestTimeouts:
         release.set()
         executor.shutdown()
 
+    @pytest.mark.parametrize("ends", ["time-out", "cancelled"])
+    async def test_a_tool_that_holds_a_process_ends_it(self, ends):
+        begun, processes = asyncio.Event(), []
+
+        @function_tool(timeout=0.2 if ends == "time-out" else WAIT)
+        async def shell() -> str:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
+            )
+            processes.append(process)
+            begun.set()
+            try:
+                await process.wait()
+            finally:
+                process.kill()
+                await process.wait()
+            return ""
+
+        made = runner(shell)
+        task = asyncio.ensure_future(made.run(call("shell")))
+        async with asyncio.timeout(WAIT):
+            await begun.wait()
+            if ends == "cancelled":
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                assert (await task).response.error == "timeout"
+        # The call was answered after the tool had cleaned up, not while it did.
+        assert [process.returncode for process in processes] == [-signal.SIGKILL]
+        assert made.lost == 0
+
     async def test_a_call_that_waited_for_a_thread_is_not_lost(self):
         executor = ToolThreads(1)
         release = threading.Event()
@@ -568,7 +624,7 @@ class TestBaseTools:
         first, second = runner(tool), runner(tool)
         await first.open()
         await second.open()
-        assert first._instances["base"] != second._instances["base"]
+        assert first._instances.id_of("base") != second._instances.id_of("base")
         await first.close()
         await second.close()
         assert [entry[0] for entry in tool.log] == ["create", "create", "release", "release"]
@@ -580,9 +636,10 @@ class TestBaseTools:
         await made.run(call("base"))
         await made.rewards()
         await made.close()
-        assert [entry[-1] for entry in tool.log] == [
-            {"from": name} for name in ("create", "execute", "calc_reward", "release")
-        ]
+        create, execute, calc_reward, release = (entry[-1] for entry in tool.log)
+        assert create == {"from": "create", "create_kwargs": {"from": "create"}}
+        assert execute == {"from": "execute", "agent_data": made.data}
+        assert (calc_reward, release) == ({"from": "calc_reward"}, {"from": "release"})
 
     async def test_a_failing_create_releases_the_others_and_is_an_env_error(self):
         log = []

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from turnwise.inference.formats.jsoncalls import skip_blanks
 from turnwise.inference.tokens import Marks
-from turnwise.types import ToolCall, ToolSchema
+from turnwise.types import Message, ToolCall, ToolSchema
 
 OPEN, CLOSE = "reasoning_open", "reasoning_close"
 INSIDE_REASONING = "the call stands inside the reasoning, where calls are not executed"
@@ -95,6 +95,15 @@ class Parsed:
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        """Return the assistant message that says this."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
 
 
 @dataclass(frozen=True, slots=True)

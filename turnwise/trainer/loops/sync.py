@@ -47,7 +47,7 @@ async def train_sync(run: TrainRun) -> None:
         await run.sync_weights()
         await run.buffer.release(ref)
         synced = time.monotonic()
-        metrics |= experience.metrics
+        metrics |= experience.metrics | run.tasks.metrics()
         metrics |= {
             "time/rollout_s": sampled - started,
             "time/update_s": updated - sampled,

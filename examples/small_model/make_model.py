@@ -75,7 +75,7 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def values(conversations: list[dict[str, Any]]) -> list[str]:
-    """Return the words that are data: arguments of calls and answers of tools."""
+    """Return the words that are data: arguments of calls and answers of tools. Numbers are none: digits stand alone."""
     found = set()
     for conversation in conversations:
         for message in map(with_objects, conversation["messages"]):
@@ -84,7 +84,7 @@ def values(conversations: list[dict[str, Any]]) -> list[str]:
             )
             if message["role"] == "tool":
                 found.add(message["content"])
-    return sorted(found)
+    return sorted(word for word in found if not any(character.isdigit() for character in word))
 
 
 def train_tokenizer(texts: Iterable[str], data: Iterable[str]) -> Tokenizer:
@@ -94,9 +94,10 @@ def train_tokenizer(texts: Iterable[str], data: Iterable[str]) -> Tokenizer:
     it stands, so it can be copied from one place to another.
     """
     tokenizer = Tokenizer(models.BPE())
+    words = "|".join(map(re.escape, data))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(rf"\b(?:{'|'.join(map(re.escape, data))})\b"), "isolated"),
+            *([pre_tokenizers.Split(Regex(rf"\b(?:{words})\b"), "isolated")] if words else []),
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]

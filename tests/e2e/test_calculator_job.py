@@ -1,0 +1,56 @@
+"""The calculator's job reaches its figures on two seeds; what it leaves passes the audit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAIN = Path(__file__).parents[2] / "examples" / "calculator" / "main.py"
+KINDS = ("sampled", "greedy")
+# One worker runs both seeds: the second shares nothing with the first, but two at a time would share its cores.
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("calculator-job")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("calculator-job")
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def run(request: pytest.FixtureRequest, runs: Path) -> Path:
+    name = f"seed{request.param}"
+    command = [sys.executable, str(MAIN), "--runs", str(runs), "--seed", str(request.param), "--name", name]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"turnwise eval calculator --model {runs / name}" in result.stdout
+    return runs / name
+
+
+def success(part: dict[str, Any], kind: str) -> float:
+    return part[kind]["success"]["mean"]
+
+
+def test_it_learns_to_calculate_with_the_tool(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    figures = {f"{part} {kind}": success(summary[part], kind) for part in ("before", "after") for kind in KINDS}
+    print(f"{run.name}: {figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    for part in ("before", "after"):
+        assert summary[part]["sampled"]["success"]["episodes"] == 800
+        assert summary[part]["greedy"]["success"]["episodes"] == 200
+    # What the warm start leaves is mostly wrong, and not nothing: rewards need something to begin with.
+    assert max(success(summary["before"], kind) for kind in KINDS) <= 0.35
+    assert success(summary["before"], "sampled") >= 0.03
+    assert success(summary["after"], "sampled") >= 0.90
+    assert success(summary["after"], "greedy") >= 0.93
+
+
+def test_the_audit_passes_on_what_it_left(run: Path) -> None:
+    command = [sys.executable, "-m", "turnwise", "audit", str(run), "--no-recompute"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "nothing contradicts" in result.stdout

@@ -1,0 +1,141 @@
+"""The hello world of ``examples/hello``: one file of twenty lines that is trained, evaluated and viewed by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.lookup_run import environment, example, lines, shared, silent
+from turnwise.envs import invoke, make, schemas, tool_call
+from turnwise.envs.seeded import tasks
+from turnwise.trainer.config import SFTConfig
+from turnwise.trainer.sft import run_sft
+from turnwise.types import Message, text_of
+
+ENV = Path(__file__).parents[2] / "examples" / "hello" / "env.py"
+
+
+async def demonstrations(count: int) -> list[dict[str, Any]]:
+    """Return conversations that look at both dice and say their sum, or (every second one) a number that is none."""
+    wire = example("conversations").wire
+    rows = []
+    for seed in range(count):
+        env = make(f"{ENV}:Dice")
+        messages, _ = await invoke(env, "reset", None, seed=seed)
+        said: list[Message] = list(messages)
+        seen = []
+        for die in (1, 2):
+            call = tool_call("look", die=die)
+            said.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            said += (await invoke(env, "step", said[-1])).observation
+            seen.append(int(text_of(said[-1])))
+        said.append({"role": "assistant", "content": str(sum(seen) if seed % 2 else seen[0])})
+        rows.append({"messages": [wire(each) for each in said], "tools": [each.to_json() for each in schemas(env)]})
+    return rows
+
+
+def build(directory: Path) -> None:
+    """Make a model that looks at the dice, and is right now and then."""
+    rows = asyncio.run(demonstrations(200))
+    example("make_model").make_model(directory / "base", rows, seed=0)
+    data = directory / "demonstrations.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "name": "sft",
+        "runs": directory,
+        "data": data,
+        "model": {"path": directory / "base", "threads": 1},
+        "steps": 40,
+        "conversations": 16,
+        "optim": {"name": "muon", "lr": 4e-3},
+    }
+    run_sft(SFTConfig.model_validate(settings), console=silent())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared(tmp_path_factory, "hello", build) / "sft" / "model"
+
+
+def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return started(folder, str(ENV), *map(str, arguments))
+
+
+def started(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        check=False,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_it_has_twenty_lines_at_most() -> None:
+    assert len([line for line in ENV.read_text().splitlines() if line.strip()]) <= 20
+
+
+def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_path: Path) -> None:
+    small = (
+        "batch.groups=2",
+        "rollout.group_size=4",
+        "rollout.max_tokens_per_turn=24",
+        "policies.main.model.threads=1",
+    )
+    trained = run(tmp_path, "train", "--model", model, "steps=2", *small)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    rows = lines(tmp_path / "runs" / "dice" / "trajectories.jsonl")
+    assert len(rows) == 2 * 2 * 4
+    assert {row["task_id"].partition("-")[0] for row in rows} == {"train"}
+    assert any(row["metrics"]["tool_calls"] for row in rows)
+
+    [last] = sorted((tmp_path / "runs" / "dice" / "checkpoints").iterdir())[-1:]
+    held_out = "turnwise.envs.seeded:tasks?n=3&name=test"
+    evaluated = run(tmp_path, "eval", "--model", last, "-n", "2", "--no-greedy", "--tasks", held_out)
+    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    assert "success" in evaluated.stdout
+
+    viewed = run(tmp_path, "view")
+    assert viewed.returncode == 0, viewed.stderr
+    assert "What do the two hidden dice add up to?" in viewed.stdout
+    assert "test-" in viewed.stdout, "the newest run is the evaluation"
+
+
+def test_the_same_run_by_the_command_line(model: Path, tmp_path: Path) -> None:
+    command = ["-m", "turnwise", "train", "--env", f"{ENV}:Dice", "--model", str(model)]
+    done = started(tmp_path, *command, "--tasks", "turnwise.envs.seeded:tasks?n=4", "--dry-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dice: this run can start" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ((), 2, "usage: python env.py"),
+        (("--help",), 0, "usage: python env.py"),
+        (("trian",), 2, "there is no command 'trian'"),
+        (("train",), 1, "--model is missing"),
+        (("view",), 1, "there is no run of Dice"),
+    ],
+)
+def test_what_it_says_where_something_is_missing(
+    tmp_path: Path, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    said = run(tmp_path, *arguments)
+    assert said.returncode == status
+    assert words in said.stderr
+
+
+def test_seeded_tasks_differ_in_their_ids_alone() -> None:
+    rows = list(tasks(3, name="test"))
+    assert [row.id for row in rows] == ["test-0", "test-1", "test-2"]
+    assert {(row.prompt, bool(row.data)) for row in rows} == {("", False)}

@@ -1,0 +1,93 @@
+"""Answers that would not fit into what is left of the context: equal shares, short ones whole, never too much."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.chat_models import renderer_for
+from turnwise import Agent, ToolEnv, function_tool
+from turnwise.agents import register_agent
+from turnwise.agents.room import fit_messages, fitted
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tasks import Task
+from turnwise.types import ToolCall
+
+TEXTS = st.tuples(st.text(max_size=5), st.integers(0, 60)).map(lambda pair: pair[0] * pair[1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(TEXTS, max_size=5), st.integers(-5, 300))
+def test_they_fit_and_only_long_ones_are_cut(texts, room):
+    count = renderer_for("qwen3").count
+    found = fitted(texts, room, count)
+    assert len(found) == len(texts)
+    if room < len(texts):
+        assert found == texts
+        return
+    assert sum(map(count, found)) <= max(room, 0)
+    if sum(map(count, texts)) <= room:
+        assert found == texts
+    for before, after in zip(texts, found, strict=True):
+        if count(before) <= room // max(1, len(texts)):
+            assert after == before
+
+
+def test_most_texts_are_never_counted():
+    def refuse(text: str) -> int:
+        raise AssertionError(f"{text!r} was counted")
+
+    assert fitted(["abc", "数据"], 9, refuse) == ["abc", "数据"]
+
+
+def test_only_texts_of_tools_are_cut():
+    parts = [{"type": "text", "text": "y" * 500}]
+    messages = [
+        {"role": "user", "content": "x" * 500},
+        {"role": "tool", "content": "z" * 500},
+        {"role": "tool", "content": parts},
+    ]
+    found, cut = fit_messages(messages, 100, len)
+    assert (found[0], found[2], cut) == (messages[0], messages[2], 1)
+    assert len(found[1]["content"]) == 100
+    assert len(messages[1]["content"]) == 500, "the environment's own message is left alone"
+
+
+class Pages(ToolEnv):
+    def reset(self, task=None, *, seed=None):
+        return "read", {}
+
+    @function_tool
+    def read(self, words: int) -> str:
+        return " ".join(f"word{number}" for number in range(words))
+
+    def score(self, final):
+        return 1.0
+
+
+@register_agent("test_room_call_by_call")
+class CallByCall(Agent):
+    async def run(self, episode):
+        messages = list(episode.observation)
+        while True:
+            message = await episode.session.chat(messages, episode.tools)
+            messages.append(message)
+            for call in message.get("tool_calls") or ():
+                answer = await episode.call(call)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": answer.text})
+            if not message.get("tool_calls"):
+                return
+
+
+async def test_calls_that_come_one_by_one_share_the_room_of_their_message():
+    renderer = renderer_for("qwen3")
+    calls = [ToolCall("", "read", {"words": 2000}) for _ in range(3)]
+    lines = [{"role": "assistant", "content": "", "tool_calls": calls}, "done"]
+    client = ScriptedClient(renderer, lines, tools=[Pages.tool_methods["read"].schema])
+    settings = {"env": {"name": f"{__name__}:Pages"}, "agent": {"name": "test_room_call_by_call"}}
+    runner = EpisodeRunner(RolloutConfig.model_validate(settings), client, renderer, context_length=3000)
+    outcome = await runner.run(EpisodeSpec(Task("t", ""), "g"))
+    [trajectory] = outcome.trajectories
+    assert (trajectory.error, trajectory.stop_reason, trajectory.reward) == (None, "completed", 1.0)
+    assert trajectory.metrics["tool_answers_cut"] == 3.0
+    assert 2000 < len(client.requests[1].prompt) < 3000

@@ -1,0 +1,296 @@
+"""Gymnasium's environments through this package: exact rewards, ends and seeds; texts, tools and spaces."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+
+import gymnasium
+import jsonschema
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from support.toy_renderer import ToyRenderer
+from turnwise.envs import EnvSpec, check_env, invoke, make, schemas
+from turnwise.envs.gym import from_gymnasium
+from turnwise.envs.gym_text import plain_value, space_schema, value_from_json, value_text
+from turnwise.errors import ConfigError, EnvError
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.producer import RolloutProducer
+from turnwise.tasks import Task
+from turnwise.types import ToolCall
+
+NAMES = {
+    "FrozenLake-v1": ["left", "down", "right", "up"],
+    "Taxi-v4": ["south", "north", "east", "west", "pickup", "dropoff"],
+    "Blackjack-v1": ["stick", "hit"],
+    "CartPole-v1": ["left", "right"],
+}
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+def calls(*made):
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall(f"c{n}", *each) for n, each in enumerate(made)]}
+
+
+def message(name, tools):
+    return calls((name, {})) if tools else says(f"I think so.\nAction: {name}")
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
+@pytest.mark.parametrize("env_id", NAMES)
+async def test_an_episode_is_the_raw_environment_step_by_step(env_id, tools):
+    raw, env = gymnasium.make(env_id), from_gymnasium(env_id, tools=tools)
+    rng = np.random.default_rng(0)
+    ends = set()
+    for seed in range(4):
+        expected, _ = raw.reset(seed=seed)
+        observation, info = await invoke(env, "reset", None, seed=seed)
+        assert info["observation"] == plain_value(expected)
+        assert [each["role"] for each in observation] == ["system", "user"]
+        done = False
+        while not done:
+            action = int(rng.integers(raw.action_space.n))
+            expected, reward, terminated, truncated, _ = raw.step(action)
+            result = await invoke(env, "step", message(NAMES[env_id][action], tools))
+            assert result.info["observation"] == plain_value(expected)
+            assert (result.reward, result.terminated, result.truncated) == (reward, terminated, truncated)
+            [answer] = result.observation
+            assert answer["role"] == ("tool" if tools else "user")
+            assert answer["content"] == env.world.text()
+            done = terminated or truncated
+            ends.add("terminated" if terminated else "truncated" if truncated else "")
+        with pytest.raises(EnvError, match="over"):
+            await invoke(env, "step", message(NAMES[env_id][0], tools))
+    assert ends >= ({"truncated"} if env_id == "Taxi-v4" else {"terminated"})
+    await invoke(env, "close")
+    raw.close()
+
+
+async def test_what_the_model_reads_of_each_world():
+    shown = {}
+    for env_id in NAMES:
+        env = from_gymnasium(env_id)
+        (system, first), _ = await invoke(env, "reset", None, seed=1)
+        shown[env_id] = (system["content"], first["content"])
+        await invoke(env, "close")
+    assert shown["FrozenLake-v1"][1] == "PFFF\nFHFH\nFFFH\nHFFG"
+    assert "one of: left, down, right, up" in shown["FrozenLake-v1"][0]
+    assert re.search(r"The taxi T is at row \d, column \d\. The passenger is at", shown["Taxi-v4"][1])
+    assert re.search(r"[ |:]T[ |:]", shown["Taxi-v4"][1])
+    assert re.match(r"You hold \d+, with(out)? a usable ace\. The dealer shows", shown["Blackjack-v1"][1])
+    assert shown["CartPole-v1"][1].startswith("cart position ")
+
+
+async def test_the_drawing_of_gymnasium_keeps_what_its_colours_say():
+    env = make("gymnasium", env_id="FrozenLake-v1", kwargs={"render_mode": "ansi"}, render="ansi")
+    observation, _ = await invoke(env, "reset", None, seed=1)
+    assert observation[-1]["content"] == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    await invoke(env, "close")
+    env = make("gymnasium", env_id="FrozenLake-v1", render="ansi")
+    with pytest.raises(EnvError, match="render_mode='ansi'"):
+        await invoke(env, "reset", None, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        ("right", True),
+        ("RIGHT.", True),
+        ("2", True),
+        ("Action: right", True),
+        ("**Action**: right", True),
+        ("left or right?\nright", True),
+        ("<action>up</action> no: <action>right</action> yes", True),
+        ("right, I think", False),
+        ("4", False),
+        ("-1", False),
+        ("", False),
+        ("true", False),
+        ("[2]", False),
+        ("9" * 5000, False),
+        ("{" * 5000, False),
+    ],
+)
+async def test_how_a_message_says_its_action(text, moved):
+    env = from_gymnasium(lambda: gymnasium.make("FrozenLake-v1", is_slippery=False))
+    await invoke(env, "reset", None, seed=1)
+    result = await invoke(env, "step", says(text))
+    assert result.info["observation"] == (1 if moved else 0)
+    assert ("is no action: write one of: left, down, right, up" in result.observation[0]["content"]) != moved
+    await invoke(env, "close")
+
+
+@pytest.mark.parametrize("tools", [False, True])
+async def test_messages_without_an_action_truncate_and_the_world_stands_still(tools):
+    env = from_gymnasium("FrozenLake-v1", tools=tools, max_invalid=2)
+    await invoke(env, "reset", None, seed=1)
+    first = await invoke(env, "step", says("hm"))
+    assert (first.reward, first.terminated, first.truncated) == (0.0, False, False)
+    second = await invoke(env, "step", says("hm"))
+    assert (second.truncated, second.info["stop_reason"]) == (True, "invalid_calls")
+    await invoke(env, "close")
+
+
+async def test_a_call_where_there_are_no_tools_is_answered():
+    env = from_gymnasium("FrozenLake-v1")
+    await invoke(env, "reset", None, seed=1)
+    result = await invoke(env, "step", calls(("go", {})))
+    assert [each["tool_call_id"] for each in result.observation] == ["c0"]
+    assert "unknown_tool" in result.observation[0]["content"]
+    await invoke(env, "close")
+
+
+async def test_actions_after_the_end_are_not_taken():
+    env = from_gymnasium("Blackjack-v1", tools=True)
+    await invoke(env, "reset", None, seed=1)
+    result = await invoke(env, "step", calls(("stick", {}), ("hit", {}), ("nothing", {})))
+    assert result.terminated
+    assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1", "c2"]
+    assert "the episode is over" in result.observation[1]["content"]
+    assert result.reward in (-1.0, 0.0, 1.0)
+    await invoke(env, "close")
+
+
+class Odd(gymnasium.Env):
+    """Takes an action of any space, and says what it got."""
+
+    def __init__(self, action_space, observation_space=None):
+        self.action_space = action_space
+        self.observation_space = observation_space or action_space
+        self.taken = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.options = options
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.taken.append(action)
+        return self.observation_space.sample(), 0.5, False, len(self.taken) == 3, {}
+
+
+SPACES = [
+    spaces.Discrete(3, start=-1),
+    spaces.MultiDiscrete([2, 3]),
+    spaces.MultiDiscrete([[2, 3], [4, 5]]),
+    spaces.MultiBinary(3),
+    spaces.Box(-1.0, 1.0, (2,), np.float32),
+    spaces.Box(0, 9, (2, 2), np.int64),
+    spaces.Box(np.float32(-np.inf), np.float32(np.inf), ()),
+    spaces.Text(5),
+    spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(0, 1, (1,), np.float64)}),
+    spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=repr)
+async def test_every_space_has_a_text_a_schema_and_a_way_back(space):
+    space.seed(1)
+    schema = space_schema(space)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for _ in range(20):
+        value = space.sample()
+        as_json = json.loads(json.dumps(plain_value(value)))
+        jsonschema.validate(as_json, schema)
+        back = value_from_json(space, as_json)
+        assert space.contains(back)
+        assert plain_value(back) == as_json
+        assert isinstance(value_text(space, value), str)
+    for wrong in ({"x": 1}, [[[1]]], "a text that is too long", None, True, [0.5, 0.5, 0.5], 1e300):
+        with pytest.raises(EnvError, match="is no action"):
+            value_from_json(space, wrong)
+
+
+@pytest.mark.parametrize("space", SPACES, ids=repr)
+async def test_every_space_is_acted_in_by_text_and_by_tool(space):
+    wanted = space.sample()
+    text = wanted if isinstance(wanted, str) else json.dumps(plain_value(wanted))
+    by_text, by_tool = from_gymnasium(Odd(space)), from_gymnasium(Odd(space), tools=True)
+    assert [schema.name for schema in schemas(by_tool)] == ["act"]
+    made = calls(("act", {"action": plain_value(wanted)}))
+    for env, action in ((by_text, says(f"<action>{text}</action>")), (by_tool, made)):
+        await invoke(env, "reset", Task("a", "", {"options": {"level": 2}}), seed=1)
+        assert env.world.env.options == {"level": 2}
+        results = [await invoke(env, "step", action) for _ in range(3)]
+        assert [(each.reward, each.truncated) for each in results] == [(0.5, False), (0.5, False), (0.5, True)]
+        assert [plain_value(each) for each in env.world.env.taken] == [plain_value(wanted)] * 3
+        await invoke(env, "close")
+
+
+async def test_functions_of_ones_own_show_and_read():
+    env = from_gymnasium(
+        "FrozenLake-v1",
+        render=lambda observation, env: f"cell {observation} of {env.observation_space.n}",
+        parse=lambda text, env: {"go": 2}[text],
+        instructions="Go.",
+    )
+    (system, first), _ = await invoke(env, "reset", None, seed=1)
+    assert first["content"] == "cell 0 of 16"
+    assert system["content"].startswith("Go.\n")
+    with pytest.raises(EnvError, match="KeyError"):
+        await invoke(env, "step", says("hm"))
+    assert (await invoke(env, "step", says("go"))).observation[0]["content"].startswith("cell ")
+    await invoke(env, "close")
+
+
+async def test_a_blocking_world_steps_in_a_thread():
+    class Slow(Odd):
+        def step(self, action):
+            self.thread = threading.current_thread().name
+            return super().step(action)
+
+    for tools, action in ((False, says("1")), (True, calls(("act", {"action": 1})))):
+        env = from_gymnasium(Slow(spaces.Discrete(2)), tools=tools, blocking=True)
+        await invoke(env, "reset", None, seed=1)
+        await invoke(env, "step", action)
+        assert env.world.env.thread == "turnwise-tool"
+        await invoke(env, "close")
+
+
+def test_bad_arguments_are_told():
+    with pytest.raises(ConfigError, match=r"gymnasium.make\('NoSuch-v1'"):
+        from_gymnasium("NoSuch-v1")
+    with pytest.raises(ConfigError, match="wrong_option"):
+        from_gymnasium("FrozenLake-v1", kwargs={"wrong_option": 1})
+    with pytest.raises(ConfigError, match="Discrete"):
+        from_gymnasium("FrozenLake-v1", actions=["a", "b"])
+    with pytest.raises(ConfigError, match="the same"):
+        from_gymnasium("CartPole-v1", actions=["a b", "a?b"])
+    with pytest.raises(ConfigError, match=r"no gymnasium\.Env"):
+        from_gymnasium(lambda: 3)
+    with pytest.raises(ConfigError, match="kwargs"):
+        from_gymnasium(lambda: 3, kwargs={"a": 1})
+    with pytest.raises(ConfigError, match="tools=True"):
+        from_gymnasium("CartPole-v1", tools=True, parse=lambda text, env: 0)
+    with pytest.raises(EnvError, match="render= and parse="):
+        from_gymnasium(Odd(spaces.Sequence(spaces.Discrete(2))))
+
+
+@pytest.mark.parametrize("env_id", [each for each in NAMES if each != "Taxi-v4"])
+async def test_the_doctor_finds_nothing(env_id):
+    report = await check_env(EnvSpec("gymnasium_tools", {"env_id": env_id}), seeds=(0,))
+    assert report.ok, str(report)
+
+
+async def test_a_rollout_in_a_world_of_gymnasium():
+    renderer = ToyRenderer()
+    path = ["down", "down", "right", "right", "down", "right"]
+    config = RolloutConfig(
+        env=SpecConfig(name="gymnasium", config={"env_id": "FrozenLake-v1", "kwargs": {"is_slippery": False}})
+    )
+    client = ScriptedClient(renderer, lambda request: path[request.number])
+    producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
+    [group] = await producer.gather([RolloutRequest(Task("a", "lake"), group_size=2)])
+    await producer.close()
+    for trajectory in group.trajectories:
+        assert (trajectory.reward, trajectory.stop_reason, trajectory.error) == (1.0, "completed", None)
+        assert len(trajectory.rewards) >= 1

@@ -1,0 +1,416 @@
+"""Wrappers: each does its one thing, passes the rest on, and works around environments with and without tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from support.toy_renderer import ToyRenderer
+from turnwise.envs import (
+    Env,
+    EnvSpec,
+    RecordTranscript,
+    ShapeReward,
+    SingleTurnEnv,
+    StepResult,
+    TimeLimit,
+    ToolEnv,
+    TruncateObservations,
+    TurnLimit,
+    Wrapper,
+    check_env,
+    invoke,
+    make,
+    play_solution,
+    wrap,
+)
+from turnwise.envs.lookup import LookupEnv
+from turnwise.errors import ConfigError, EnvError, RegistryError
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.producer import RolloutProducer
+from turnwise.tasks import Task
+from turnwise.tools import BaseTool, ToolResponse, function_tool
+from turnwise.types import ToolCall, text_of
+
+
+def says(text, *names):
+    calls = [ToolCall(f"c{number}", name, {}) for number, name in enumerate(names)]
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+class Chatty(Env):
+    """Goes on until it is told to stop; every step pays 0.5."""
+
+    def reset(self, task=None, *, seed=None):
+        return "go " * 20, {}
+
+    def step(self, action):
+        over = text_of(action) == "stop"
+        return StepResult("on " * 200, 0.5, over, False, {"rewards": {"step": 0.5}, "metrics": {"m": 1.0}})
+
+    def score(self, final):
+        return {"late": 2.0}
+
+
+class Tooled(ToolEnv):
+    released = 0
+
+    def reset(self, task=None, *, seed=None):
+        return "go", {}
+
+    @function_tool(inline=True)
+    def look(self) -> ToolResponse:
+        """Look."""
+        return ToolResponse("seen " * 20, reward=0.25)
+
+    @function_tool
+    async def wait(self) -> str:
+        """Wait."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled = True
+
+    def score(self, final):
+        self.scored = getattr(self, "scored", 0) + 1
+        return 1.0
+
+    def close(self):
+        self.closed = getattr(self, "closed", 0) + 1
+
+
+ALL = [
+    lambda env, folder: TurnLimit(env, 100),
+    lambda env, folder: TimeLimit(env, 100.0),
+    lambda env, folder: TruncateObservations(env, 10_000),
+    lambda env, folder: ShapeReward(env, lambda reward, info, action: reward),
+    lambda env, folder: RecordTranscript(env, folder / "t.jsonl"),
+    lambda env, folder: Wrapper(env),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ALL)))
+async def test_around_an_environment_with_tools_it_is_one_and_the_doctor_finds_nothing(number, tmp_path):
+    wrapped = ALL[number](make("lookup"), tmp_path)
+    assert isinstance(wrapped, ToolEnv)
+    assert isinstance(wrapped, Wrapper)
+    assert type(wrapped).__name__ == type(ALL[number](Chatty(), tmp_path)).__name__
+    assert isinstance(wrapped.unwrapped, LookupEnv)
+    report = await check_env(lambda: ALL[number](make("lookup"), tmp_path))
+    assert report.findings == [], str(report)
+    assert report.figures["reference solution, worst score"] == 1.0
+
+
+@pytest.mark.parametrize("number", range(len(ALL)))
+async def test_around_one_without_tools_it_is_none(number, tmp_path):
+    wrapped = ALL[number](Chatty(), tmp_path)
+    assert not isinstance(wrapped, ToolEnv)
+    await invoke(wrapped, "reset", None, seed=1)
+    result = await invoke(wrapped, "step", says("a"))
+    assert (result.reward, result.terminated, result.truncated) == (0.5, False, False)
+    assert result.info["metrics"] == {"m": 1.0}
+    assert await invoke(wrapped, "score", None) == {"late": 2.0}
+    await invoke(wrapped, "close")
+
+
+async def test_all_of_them_together_score_once_and_release_once(tmp_path):
+    events = []
+
+    class Kept(BaseTool):
+        async def create(self, instance_id=None, **kwargs):
+            events.append("create")
+            return await super().create(instance_id, **kwargs)
+
+        async def execute(self, instance_id, parameters, **kwargs):
+            return ToolResponse("done"), 0.125, {}
+
+        async def calc_reward(self, instance_id, **kwargs):
+            return 0.5
+
+        async def release(self, instance_id, **kwargs):
+            events.append("release")
+
+    inner = Tooled()
+    inner.tools = [Kept({}, {"name": "kept", "description": "Kept.", "parameters": {"type": "object"}})]
+    env = inner
+    for build in ALL:
+        env = build(env, tmp_path)
+    assert env.unwrapped is inner
+    assert set(env.toolset()) == {"look", "wait", "kept"}
+    await invoke(env, "reset", None, seed=1)
+    result = await invoke(env, "step", says("", "kept", "look", "none"))
+    assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1", "c2"]
+    assert result.info["rewards"] == {"tool/kept": 0.125, "tool/look": 0.25}
+    result = await invoke(env, "step", says("done"))
+    assert result.info["rewards"] == {"score": 1.0, "tool/kept": 0.5}
+    assert inner.scored == 1
+    await invoke(env, "close")
+    assert (events, inner.closed) == (["create", "release"], 1)
+    record = json.loads((tmp_path / "t.jsonl").read_text())
+    assert record["reward"] == 1.875
+
+
+async def test_a_turn_limit_truncates_at_the_last_turn_and_not_what_ended():
+    env = TurnLimit(Chatty(), 2)
+    for _ in range(2):
+        await invoke(env, "reset", None, seed=1)
+        assert not (await invoke(env, "step", says("a"))).truncated
+        second = await invoke(env, "step", says("a"))
+        assert (second.terminated, second.truncated, second.info["stop_reason"]) == (False, True, "max_turns")
+        assert second.reward == 0.5
+    await invoke(env, "reset", None, seed=1)
+    await invoke(env, "step", says("a"))
+    last = await invoke(env, "step", says("stop"))
+    assert (last.terminated, last.truncated) == (True, False)
+
+
+async def test_a_time_limit_ends_a_step_that_does_not_end_and_answers_its_calls():
+    inner = Tooled()
+    env = TimeLimit(inner, 0.05)
+    await invoke(env, "reset", None, seed=1)
+    result = await invoke(env, "step", says("", "wait", "look"))
+    assert (result.terminated, result.truncated, result.info["stop_reason"]) == (False, True, "timeout")
+    assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1"]
+    assert "the episode's 0.05 s are over" in result.observation[0]["content"]
+    assert inner.cancelled
+    await invoke(env, "close")
+
+
+async def test_a_time_limit_does_not_cut_the_scoring_of_an_answer():
+    begun, gate = asyncio.Event(), asyncio.Event()
+    count = 0
+
+    async def slow(task, final):
+        nonlocal count
+        count += 1
+        begun.set()
+        await gate.wait()
+        return 1.0
+
+    env = TimeLimit(SingleTurnEnv(slow), 0.05)
+    await invoke(env, "reset", Task("a", "hi"), seed=1)
+    stepping = asyncio.ensure_future(invoke(env, "step", says("a")))
+    await begun.wait()
+    asyncio.get_running_loop().call_later(0.1, gate.set)
+    result = await stepping
+    assert (result.reward, result.terminated, result.truncated) == (1.0, True, False)
+    assert count == 1
+
+
+async def test_a_time_limit_that_passed_between_steps_truncates_the_next_one():
+    env = TimeLimit(Chatty(), 1e-9)
+    await invoke(env, "reset", None, seed=1)
+    result = await invoke(env, "step", says("a"))
+    assert result.truncated
+    assert result.info["stop_reason"] == "timeout"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_score_that_a_cancelled_step_began_is_taken_once(depth):
+    begun, gate = asyncio.Event(), asyncio.Event()
+    count = 0
+
+    async def slow(task, final):
+        nonlocal count
+        count += 1
+        begun.set()
+        await gate.wait()
+        return 0.75
+
+    env = SingleTurnEnv(slow)
+    for _ in range(depth):
+        env = Wrapper(env)
+    await invoke(env, "reset", Task("a", "hi"), seed=1)
+    stepping = asyncio.ensure_future(invoke(env, "step", says("a")))
+    await begun.wait()
+    stepping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stepping
+    assert env.pending_score is not None
+    gate.set()
+    assert await invoke(env, "score", says("a")) == {"score": 0.75}
+    assert count == 1
+    await invoke(env, "close")
+
+
+@pytest.mark.parametrize("keep", ["ends", "head", "tail", "middle"])
+async def test_observations_are_cut_to_their_limit_and_say_so(keep):
+    env = TruncateObservations(Chatty(), 100, keep=keep)
+    messages, _ = await invoke(env, "reset", None, seed=1)
+    assert messages[0]["content"] == "go " * 20  # the question is whole
+    [answer] = (await invoke(env, "step", says("a"))).observation
+    assert len(answer["content"]) <= 100
+    assert "cut" in answer["content"]
+
+
+async def test_observations_are_cut_by_tokens_of_the_model():
+    env = TruncateObservations(Tooled(), 12, unit="tokens")
+    env.count_tokens = lambda text: len(text.split())
+    await invoke(env, "reset", None, seed=1)
+    [answer] = (await invoke(env, "step", says("", "look"))).observation
+    assert len(answer["content"].split()) <= 12
+    assert "cut" in answer["content"]
+    response = await invoke(env, "call", ToolCall("c", "look", {}))
+    assert len(response.text.split()) <= 12
+    assert response.reward == 0.25
+
+
+async def test_parts_of_an_observation_are_cut_each():
+    class Parts(Chatty):
+        def step(self, action):
+            parts = [{"type": "text", "text": "a" * 500}, {"type": "image", "image": "x" * 500}]
+            return StepResult([{"role": "user", "content": parts}], 0.0, False, False, {})
+
+    env = TruncateObservations(Parts(), 50)
+    await invoke(env, "reset", None, seed=1)
+    [answer] = (await invoke(env, "step", says("a"))).observation
+    assert len(answer["content"][0]["text"]) == 50
+    assert len(answer["content"][1]["image"]) == 500
+
+
+async def test_a_shaped_reward_is_what_the_function_says_and_names_the_difference():
+    seen = []
+
+    async def minus(reward, info, action):
+        seen.append((reward, text_of(action or {})))
+        return reward - 0.1
+
+    env = ShapeReward(Chatty(), minus)
+    await invoke(env, "reset", None, seed=1)
+    result = await invoke(env, "step", says("a"))
+    assert result.reward == pytest.approx(0.4)
+    assert result.info["rewards"] == {"step": 0.5, "shaping": pytest.approx(-0.1)}
+    parts = await invoke(env, "score", None)
+    assert sum(parts.values()) == pytest.approx(1.9)
+    assert seen == [(0.5, "a"), (2.0, "")]
+
+    env = ShapeReward(Tooled(), lambda reward, info, action: {"double": 2 * reward})
+    await invoke(env, "reset", None, seed=1)
+    assert (await invoke(env, "step", says("", "look"))).info["rewards"] == {"double": 0.5}
+    assert (await invoke(env, "call", ToolCall("c", "look", {}))).reward == 0.5
+    assert (await invoke(env, "step", says("x"))).info["rewards"] == {"double": 2.0}
+
+
+@pytest.mark.parametrize("value", [float("nan"), None, "0.5", {"a": "b"}])
+async def test_a_shaping_function_that_returns_no_number_is_an_error(value):
+    env = ShapeReward(Chatty(), lambda reward, info, action: value)
+    await invoke(env, "reset", None, seed=1)
+    with pytest.raises(EnvError, match="reward shaping function returned"):
+        await invoke(env, "step", says("a"))
+
+
+async def test_transcripts_hold_episodes_line_by_line(tmp_path):
+    path = tmp_path / "new" / "t.jsonl"
+    env = RecordTranscript(LookupEnv(), path)
+    await invoke(env, "reset", Task("one", "x"), seed=3)
+    played = await play_solution(env)
+    await invoke(env, "reset", Task("two", "x"), seed=4)
+    await invoke(env, "call", ToolCall("c", "team_of", {"person": "ana"}))
+    await invoke(env, "score", None)
+    await invoke(env, "close")
+    await invoke(env, "close")
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (first["task_id"], first["seed"], first["terminated"], first["reward"]) == ("one", 3, True, 1.0)
+    assert [each["role"] for each in first["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert first["messages"][1]["tool_calls"][0]["name"] == "team_of"
+    assert first["messages"][-1]["content"] == played[-1][0]["content"]
+    assert (second["task_id"], second["terminated"], second["rewards"]) == ("two", False, {"score": 0.0})
+    assert [each["role"] for each in second["messages"]] == ["user", "assistant", "tool"]
+
+
+async def test_a_transcript_that_cannot_be_written_is_an_error_and_the_environment_is_closed(tmp_path):
+    (tmp_path / "file").write_text("")
+    inner = Tooled()
+    env = RecordTranscript(inner, tmp_path / "file" / "t.jsonl")
+    await invoke(env, "reset", None, seed=1)
+    with pytest.raises(EnvError, match="cannot be written"):
+        await invoke(env, "close")
+    assert inner.closed == 1
+
+
+def test_what_is_wrong_is_told():
+    for wrong in (0, -1, 1.5, True, "3"):
+        with pytest.raises(ConfigError, match="max_turns is"):
+            TurnLimit(Chatty(), wrong)
+    for wrong in (0, -1.0, True, "3", float("nan")):
+        with pytest.raises(ConfigError, match="seconds is"):
+            TimeLimit(Chatty(), wrong)
+    with pytest.raises(ConfigError, match="amount is 0"):
+        TruncateObservations(Chatty(), 0)
+    with pytest.raises(ConfigError, match="must be a function"):
+        ShapeReward(Chatty(), 3)
+    with pytest.raises(ConfigError, match="wraps an environment, not 3"):
+        Wrapper(3)
+    with pytest.raises(ConfigError, match="did you mean 'turn_limit'"):
+        wrap(Chatty(), "turn_limits")
+    with pytest.raises(ConfigError, match="did you mean 'max_turns'"):
+        wrap(Chatty(), "turn_limit", max_turn=3)
+    with pytest.raises(ConfigError, match="must be a subclass"):
+        wrap(Chatty(), "turnwise.envs.lookup:LookupEnv")
+    with pytest.raises(RegistryError, match="wrappers"):
+        EnvSpec("lookup", wrappers=[{"name": "shape_reward", "config": {"shape": lambda *_: 0.0}}])
+
+
+def bonus(reward, info, action):
+    return reward + 0.5
+
+
+class Mine(Wrapper):
+    def __init__(self, env, word):
+        super().__init__(env)
+        self.word = word
+
+    async def reset(self, task=None, *, seed=None):
+        messages, info = await super().reset(task, seed=seed)
+        return [{"role": "system", "content": self.word}, *messages], info
+
+
+SPECS = [
+    {"name": "turn_limit", "config": {"max_turns": 2}},
+    {"name": "shape_reward", "config": {"shape": f"{__name__}:bonus"}},
+    {"name": f"{__name__}:Mine", "config": {"word": "hello"}},
+]
+
+
+async def test_a_spec_puts_wrappers_around_and_travels():
+    spec = EnvSpec(**json.loads(json.dumps(EnvSpec("lookup", wrappers=SPECS).to_record())))
+    env = spec.make()
+    assert isinstance(env, Mine)
+    assert isinstance(env, ToolEnv)
+    assert isinstance(env.env, ShapeReward)
+    messages, _ = await invoke(env, "reset", None, seed=1)
+    assert messages[0] == {"role": "system", "content": "hello"}
+    await invoke(env, "close")
+
+
+async def test_a_rollout_by_configuration_runs_in_the_wrapped_environment():
+    renderer = ToyRenderer()
+    call = {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "team_of", {"person": "ana"})]}
+    config = RolloutConfig(env=SpecConfig(name="lookup", wrappers=SPECS[:2]))
+    client = ScriptedClient(renderer, lambda request: call)
+    producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
+    [group] = await producer.gather([RolloutRequest(Task("a", "x"), group_size=2)])
+    await producer.close()
+    for trajectory in group.trajectories:
+        assert (trajectory.stop_reason, trajectory.error) == ("max_turns", None)
+        assert trajectory.reward == 1.5  # two steps and the score, each with the bonus
+
+
+async def test_a_wrapper_that_is_not_there_is_told_before_anything_runs():
+    renderer = ToyRenderer()
+    config = RolloutConfig(env={"name": "lookup", "wrappers": [{"name": "turn_limits"}]})
+    with pytest.raises(ConfigError, match="turn_limit"):
+        await RolloutProducer.create(
+            config, ScriptedClient(renderer, lambda request: "x"), None, RolloutParts(renderer)
+        )

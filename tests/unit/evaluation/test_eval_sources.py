@@ -1,0 +1,125 @@
+"""Evaluation over several sources of tasks, whose rows name their own environments and agents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.toy_renderer import ToyRenderer
+from turnwise.errors import ConfigError, TaskError
+from turnwise.evaluation import EvalPlan, evaluate, result_table
+from turnwise.evaluation.metrics import summarize
+from turnwise.evaluation.result import EvalResult
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.core import RolloutParts
+from turnwise.rollout.producer import RolloutProducer
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
+
+PAID = "support.task_envs:Paid"
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+async def run(plan: dict[str, Any], **env: Any) -> tuple[EvalResult, list[Trajectory]]:
+    renderer, seen = ToyRenderer(), []
+    config = RolloutConfig.model_validate({"env": {"name": PAID, **env}, "max_turns": 4, "retries": 0})
+    client = ScriptedClient(renderer, lambda request: "an answer")
+    producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer, write=seen.append))
+    try:
+        result = await evaluate(producer, EvalPlan.model_validate({"samples": 0, "success_reward": 0.5, **plan}))
+        return result, seen
+    finally:
+        await producer.close()
+
+
+async def test_rows_and_sources_choose_environment_agent_and_configuration(tmp_path: Path) -> None:
+    rows = write(
+        tmp_path / "rows.jsonl",
+        {"id": "run's", "prompt": "p"},
+        {"id": "row's", "prompt": "p", "env": {"config": {"pays": 0.75}}},
+        {"id": "other", "prompt": "p", "env": "support.task_envs:Closing"},
+        {"id": "both", "prompt": "p", "env": {"name": "support.task_envs:Closing", "config": {"pays": 1.0}}},
+        {"id": "agent", "prompt": "p", "agent": {"name": "support.task_envs:Greeting", "config": {"greeting": "yo"}}},
+    )
+    more = {"source": write(tmp_path / "more.jsonl", {"id": "source's", "prompt": "p"}), "env": {"config": {"pays": 2}}}
+    result, trajectories = await run({"tasks": [rows, more]}, config={"pays": 0.5})
+    assert {each.task_id: each.reward for each in trajectories} == {
+        "run's": 0.5,
+        "row's": 0.75,
+        # The configuration of the run is that of its own environment, not of others.
+        "other": 0.25,
+        "both": 1.0,
+        "agent": 0.5,
+        "source's": 2.0,
+    }
+    assert all(each.error is None for each in trajectories)
+    offered = {each.task_id: len(each.segments[0].tools or ()) for each in trajectories}
+    assert (offered["run's"], offered["agent"]) == (1, 0)
+    assert result.greedy is not None
+    assert (result.greedy.success.mean, result.greedy.tasks) == (pytest.approx(5 / 6), 6)
+    by_source = result.greedy.by_source
+    assert {name: (one.success.mean, one.reward.mean, one.tasks) for name, one in by_source.items()} == {
+        "rows": (pytest.approx(4 / 5), pytest.approx(0.6), 5),
+        "more": (1.0, 2.0, 1),
+    }
+    result.write(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())["greedy"]["by_source"]
+    assert summary["more"]["reward"]["mean"] == 2.0
+    episodes = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    assert {row["task_id"]: row["source"] for row in episodes}["source's"] == "more"
+    assert [str(cell) for cell in result_table(result).columns[0].cells][3:5] == ["success, more", "success, rows"]
+
+
+async def test_one_source_has_no_figures_of_its_own(tmp_path: Path) -> None:
+    result, _ = await run({"tasks": write(tmp_path / "rows.jsonl", {"prompt": "p"})})
+    assert "by_source" not in result.to_json()["greedy"]
+
+
+async def test_tasks_that_nobody_names_are_those_of_the_environment() -> None:
+    result, trajectories = await run({})
+    assert {each.task_id for each in trajectories} == {"f0", "f1", "f2"}
+    assert result.greedy is not None
+    assert result.greedy.tasks == 3
+    with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' names no tasks"):
+        await run({}, name="single_turn", config={"scorer": "support.task_rows:finite"})
+
+
+async def test_long_prompts_are_left_out_before_the_limit_counts(tmp_path: Path) -> None:
+    rows = [{"id": str(n), "prompt": "x" * (2000 if n % 2 else 10)} for n in range(8)]
+    plan = {"tasks": write(tmp_path / "rows.jsonl", *rows), "max_prompt_tokens": 1500, "limit": 3}
+    _, trajectories = await run(plan)
+    assert {each.task_id for each in trajectories} == {"0", "2", "4"}
+    with pytest.raises(
+        TaskError, match=r"rows\.jsonl holds no task: all of its rows were left out: 8 \(more than 3 tok"
+    ):
+        await run({**plan, "max_prompt_tokens": 3})
+
+
+async def test_a_row_that_names_what_is_not_there_ends_the_evaluation_before_it_starts(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", {"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p", "env": "lokup"})
+    with pytest.raises(TaskError, match="task 'b': its environment cannot be made: there is no environment 'lokup'"):
+        await run({"tasks": rows})
+
+
+def test_failures_count_for_their_source() -> None:
+    def group(name: str, reward: float, error: str | None, failed: int = 0) -> TrajectoryGroup:
+        stop = StopReason.COMPLETED if error is None else StopReason.ERROR
+        trajectory = Trajectory(
+            name, name, name, name, stop_reason=stop, error=error, rewards=[(None, "score", reward)]
+        )
+        return TrajectoryGroup(name, name, [trajectory], "val", failed, source=name[0])
+
+    summary = summarize([group("a1", 1.0, None), group("a2", 0.0, "gone", 2), group("b1", 0.0, "gone")])
+    assert (summary.failed, summary.success.episodes) == (4, 1)
+    assert {name: (one.failed, one.success.episodes) for name, one in summary.by_source.items()} == {
+        "a": (3, 1),
+        "b": (1, 0),
+    }

@@ -1,0 +1,108 @@
+"""What a run asks of its tasks: whose they are, how long their prompts are, and whether what they name can be made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.task_envs import Closing
+from support.toy_renderer import ToyRenderer
+from turnwise.errors import ConfigError, RegistryError, TaskError
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.task_checks import PromptLimit, check_specs, task_source
+from turnwise.tasks import Task
+
+
+def rollout(env: str = "support.task_envs:Paid", **more: Any) -> RolloutConfig:
+    return RolloutConfig.model_validate({"env": {"name": env}, **more})
+
+
+def test_an_environment_names_tasks_where_nobody_else_does() -> None:
+    assert task_source("mine.jsonl", rollout(), "tasks") == "mine.jsonl"
+    assert task_source(None, rollout(), "tasks") == "support.task_rows:finite?n=3"
+    assert task_source(None, rollout("lookup"), "tasks") == "turnwise.envs.lookup:tasks"
+    with pytest.raises(
+        ConfigError, match="tasks: missing, and the environment 'single_turn' names no tasks of its own"
+    ):
+        task_source(None, rollout("single_turn"), "tasks")
+    with pytest.raises(RegistryError, match="there is no environment 'lokup'"):
+        task_source(None, rollout("lokup"), "tasks")
+
+
+class TestPromptLimit:
+    async def limit(self, limit: int = 1000, **config: Any) -> PromptLimit:
+        made = await PromptLimit.create(limit, ToyRenderer(), rollout(**config))
+        assert made is not None
+        return made
+
+    async def test_what_is_counted_is_what_the_first_request_sends(self) -> None:
+        """The toy renderer writes one id per character: the sum can be seen."""
+        limit = await self.limit()
+        short, long = (limit.tokens(Task("a", "x" * n)) for n in (10, 110))
+        assert long - short == 100
+        bare = await self.limit(agent={"name": "single_turn"})
+        with_tools, without = limit.tokens(Task("a", "x")), bare.tokens(Task("a", "x"))
+        assert with_tools > without
+        # A task may select tools, and name another environment or agent.
+        assert limit.tokens(Task("a", "x", {"tool_selection": []})) == without
+        assert limit.tokens(Task("a", "x", agent="single_turn")) == without
+        assert limit.tokens(Task("a", "x", env="lookup")) not in (with_tools, without)
+
+    async def test_tasks_at_the_limit_stay(self) -> None:
+        tokens = (await self.limit()).tokens(Task("a", "x"))
+        assert (await self.limit(tokens))(Task("a", "x")) is None
+        assert (await self.limit(tokens - 1))(Task("a", "x")) == f"more than {tokens - 1} tokens"
+
+    async def test_tools_that_the_configuration_loads_are_counted(self, tmp_path: Path) -> None:
+        file = tmp_path / "tools.py"
+        file.write_text(
+            "from turnwise import function_tool\n\n@function_tool\ndef extra_of_this_test(name: str) -> str:\n"
+            "    '''More.'''\n    return name\n"
+        )
+        more = await PromptLimit.create(
+            9, ToyRenderer(), RolloutConfig.model_validate({
+                "env": {"name": "support.task_envs:Paid", "tools": {"function_tool_path": str(file)}}
+            }),
+        )  # fmt: skip
+        assert more is not None
+        plain = await self.limit()
+        assert more.tokens(Task("a", "x")) > plain.tokens(Task("a", "x"))
+        assert more.tokens(Task("a", "x", env="lookup")) == plain.tokens(Task("a", "x", env="lookup"))
+
+    async def test_no_limit_leaves_nothing_out(self) -> None:
+        assert await PromptLimit.create(None, ToyRenderer(), rollout()) is None
+
+    async def test_what_cannot_be_counted_is_named(self) -> None:
+        limit = await self.limit()
+        with pytest.raises(TaskError, match=r"task 'a': .*tool_selection.* names 'nope'"):
+            limit(Task("a", "x", {"tool_selection": ["nope"]}))
+        with pytest.raises(TaskError, match="task 'a': its environment cannot be made: there is no environment 'nope'"):
+            limit(Task("a", "x", env="nope"))
+
+
+class TestSpecs:
+    async def test_what_tasks_name_is_made_once_and_closed(self) -> None:
+        before = (Closing.made, Closing.closed)
+        name = "support.task_envs:Closing"
+        tasks = [Task(str(n), "p", env=name, env_config={"pays": n % 3}) for n in range(30)]
+        await check_specs([*tasks, Task("agent", "p", agent="support.task_envs:Greeting")], rollout())
+        assert (Closing.made - before[0], Closing.closed - before[1]) == (3, 3)
+
+    async def test_the_run_s_own_environment_is_not_made(self) -> None:
+        await check_specs([Task("a", "p")], rollout("support.task_envs:Broken"))
+
+    @pytest.mark.parametrize(
+        ("task", "message"),
+        [
+            (Task("a", "p", env="lokup"), "task 'a': its environment .*no environment 'lokup'.*lookup"),
+            (Task("a", "p", env_config={"pay": 1}), "task 'a': its environment .*does not take.*pay"),
+            (Task("a", "p", env="support.task_envs:Broken"), "task 'a': its environment .*OSError: no such database"),
+            (Task("a", "p", agent="raect"), "task 'a': its agent .*react"),
+            (Task("a", "p", agent_config={"x": 1}), "task 'a': its agent .*refuses its configuration"),
+        ],
+    )
+    async def test_what_cannot_be_made_is_named(self, task: Task, message: str) -> None:
+        with pytest.raises(TaskError, match=message):
+            await check_specs([Task("fine", "p"), task], rollout())

@@ -1,0 +1,77 @@
+"""Arguments drawn at random fit the schema they are drawn from, and vary."""
+
+from __future__ import annotations
+
+import random
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.tools.random_arguments import random_arguments
+from turnwise.types import ToolSchema
+
+
+def of(**properties):
+    return ToolSchema("t", "", {"type": "object", "properties": properties, "required": list(properties)})
+
+
+LEAVES = st.one_of(
+    st.just({"type": "string"}),
+    st.builds(lambda n: {"type": "string", "minLength": n, "maxLength": n + 3}, st.integers(0, 30)),
+    st.builds(lambda n: {"type": "integer", "minimum": n, "maximum": n + 5}, st.integers(-1000, 1000)),
+    st.builds(lambda n: {"type": "number", "exclusiveMinimum": n}, st.integers(-9, 9)),
+    st.just({"type": "integer", "multipleOf": 7}),
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.just({"enum": ["a", 1, None]}),
+    st.just({"const": {"x": 1}}),
+    st.just({"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+    st.just({"type": ["string", "null"]}),
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.builds(lambda item, n: {"type": "array", "items": item, "minItems": n}, inner, st.integers(0, 4)),
+        st.builds(
+            lambda parts: {"type": "object", "properties": parts, "required": sorted(parts)[:1]},
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SCHEMAS, st.integers(0, 2**32))
+def test_they_fit_the_schema(schema, seed):
+    tool = of(value=schema)
+    found = random_arguments(tool, random.Random(seed), ["word", "other"])
+    assert found is not None
+    jsonschema.validate(found, tool.parameters)
+
+
+def test_they_vary_are_decided_by_the_seed_and_take_words_of_the_conversation():
+    tool = of(where={"type": "string"}, times={"type": "integer", "minimum": 1, "maximum": 3})
+    drawn = [random_arguments(tool, random.Random(seed), ["kitchen"]) for seed in range(60)]
+    assert drawn == [random_arguments(tool, random.Random(seed), ["kitchen"]) for seed in range(60)]
+    assert {each["times"] for each in drawn} == {1, 2, 3}
+    places = {each["where"] for each in drawn}
+    assert "kitchen" in places
+    assert len(places) > 10
+
+
+@pytest.mark.parametrize(
+    ("schema", "found"),
+    [
+        ({"type": "string", "pattern": "^x{3}$"}, None),
+        ({"$ref": "#/$defs/missing"}, None),
+        ({"type": "string", "pattern": "^example$"}, {"value": "example"}),
+    ],
+)
+def test_what_cannot_be_drawn_is_the_plain_example_or_nothing(schema, found):
+    tool = ToolSchema(
+        "t", "", {"type": "object", "properties": {"value": schema}, "required": ["value"], "$defs": {"missing": False}}
+    )
+    assert random_arguments(tool, random.Random(0)) == found

@@ -1,0 +1,178 @@
+"""``turnwise train --dry-run``: everything that is wrong is found at once, and nothing is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.lookup_run import example
+from turnwise.cli import main
+from turnwise.config import load_config
+from turnwise.envs import ToolEnv
+from turnwise.trainer import dry_run as module
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.dry_run import DryRun, dry_run
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+GSM8K = {"question": "2 apples and 3 pears?", "answer": "<<2+3=5>>5\n#### 5"}
+
+
+class Broken(ToolEnv):
+    def reset(self, task=None, *, seed=None):
+        raise ValueError("no database")
+
+
+class Hanging(ToolEnv):
+    async def reset(self, task=None, *, seed=None):
+        await asyncio.Event().wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = list(asyncio.run(example("teacher").demonstrations(40, 0)))
+    directory = tmp_path_factory.mktemp("dry-run") / "model"
+    example("make_model").make_model(directory, rows, 0)
+    return directory
+
+
+def config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate({
+        "name": "run",
+        "runs": runs,
+        "steps": 3,
+        "tasks": "turnwise.envs.lookup:tasks?n=20",
+        "policies": {"main": {"model": {"path": model}}},
+        "rollout": {"env": {"name": "lookup"}, "group_size": 4, "max_turns": 4},
+        "batch": {"groups": 2},
+        **changes,
+    })  # fmt: skip
+
+
+def by_name(found: DryRun) -> dict[str, str]:
+    return {check.name: f"{check.outcome}: {check.found}" for check in found.checks}
+
+
+async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
+    held_out = {"tasks": "turnwise.envs.lookup:tasks?n=5&split=test", "samples": 2, "every": None}
+    found = await dry_run(config(model, tmp_path / "runs", eval=held_out))
+    assert found.ok
+    checks = by_name(found)
+    assert checks["run directory"] == f"ok: {tmp_path / 'runs' / 'run'}: a new run"
+    assert "Qwen3ForCausalLM, context 512" in checks["model"]
+    assert checks["chat format"] == "ok: hermes"
+    assert "20 tasks" in checks["tasks"]
+    assert "5 tasks" in checks["held-out tasks"]
+    assert "13 begun; the model may call team_of, manager_of; the longest prompt takes" in checks["episodes"]
+    assert checks["agent"] == "ok: react"
+    assert found.plan[0] == "3 steps of 2 tasks x 4 episodes = 8 episodes, 24 in all"
+    assert "2 sampled and 1 greedy per held-out task" in "\n".join(found.plan)
+    assert not (tmp_path / "runs").exists()
+
+
+async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
+    wrong = config(
+        tmp_path / "nowhere",
+        tmp_path / "runs",
+        tasks=str(tmp_path / "rows.jsonl"),
+        eval={"tasks": "turnwise.envs.lookup:tusks"},
+        rollout={"env": {"name": "lookup"}, "agent": {"name": "reakt"}, "group_size": 4},
+        inference={"device": "cuda:97"},
+    )
+    checks = by_name(await dry_run(wrong))
+    assert f"failed: policies.main.model.path is {tmp_path / 'nowhere'}: there is no such folder" in checks["model"]
+    assert checks["devices"].startswith("failed: ")
+    assert "cuda:97" in checks["devices"]
+    assert checks["chat format"] == "not run: wants a model"
+    assert "failed" in checks["tasks"]
+    assert "rows.jsonl: there is no such file" in checks["tasks"]
+    assert "did you mean 'tasks'" in checks["held-out tasks"]
+    assert checks["episodes"] == "not run: want tasks"
+    assert "did you mean 'react'" in checks["agent"]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "no config.json is in it"),
+        ({"config.json": "{"}, "its config.json is not JSON"),
+        ({"config.json": "[]"}, "holds no JSON object"),
+        ({"config.json": "{}"}, "no *.safetensors is in it"),
+    ],
+)
+async def test_a_folder_that_is_no_model(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert words in by_name(await dry_run(config(tmp_path, tmp_path / "runs")))["model"]
+
+
+async def test_environments_that_do_not_begin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    monkeypatch.setattr(module, "RESET_TIMEOUT", 0.05)
+    for cls, words in ((Broken, "reset raised ValueError: no database"), (Hanging, "did not reset within 0.05 s")):
+        rollout = {"env": {"name": f"{__name__}:{cls.__name__}"}, "group_size": 4}
+        episodes = by_name(await dry_run(config(model, runs, rollout=rollout)))["episodes"]
+        assert episodes.startswith("failed: ")
+        assert words in episodes
+    rollout = {"env": {"name": "lookup", "config": {"size": 3}}, "group_size": 4}
+    assert "does not take {'size': 3}" in by_name(await dry_run(config(model, runs, rollout=rollout)))["episodes"]
+
+
+async def test_prompts_that_leave_no_room(model: Path, tmp_path: Path) -> None:
+    rollout = {"env": {"name": "math"}, "group_size": 4}
+    row = {**GSM8K, "question": "apples " * 600}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.envs.math:row"}
+    checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout, tasks=tasks)))
+    assert "of 512 tokens of the context: nothing is left to answer in" in checks["episodes"]
+
+
+async def test_an_earlier_run_is_seen_and_left_alone(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"config_digest": "another"}')
+    before = sorted(tmp_path.rglob("*"))
+    wanted = config(model, tmp_path / "runs")
+    assert "holds a run of another configuration" in by_name(await dry_run(wanted))["run directory"]
+    assert "an earlier run there is removed" in by_name(await dry_run(wanted, fresh=True))["run directory"]
+    inside = config(run, tmp_path / "runs")
+    assert "that --fresh would remove" in by_name(await dry_run(inside, fresh=True))["run directory"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def rows_for(folder: Path) -> list[str]:
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(GSM8K) + "\n")
+    return [f"tasks.source={folder / 'train.jsonl'}", f"eval.tasks.source={folder / 'test.jsonl'}"]
+
+
+def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a model and rows in the places of those that it names, the run could start; without them it says so."""
+    file = EXAMPLES / "math" / "train.yaml"
+    arguments = ["train", str(file), "--dry-run", f"runs={tmp_path / 'runs'}"]
+    room = ["rollout.context_length=512", "inference.max_context=512"]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, f"policies.main.model.path={model}", *room, *rows_for(tmp_path)])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "the model may call calculator" in said
+    assert "math: this run can start" in said
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, f"policies.main.model.path={tmp_path / 'nowhere'}"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "✗ model: policies.main.model.path is" in said
+    assert "✗ tasks: " in said
+    assert "✗ held-out tasks: " in said
+    assert "3 of 9 checks failed: it cannot start" in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/train.yaml")), ids=lambda file: file.parent.name)
+def test_every_training_config_of_the_examples_is_one(file: Path) -> None:
+    loaded = load_config(TrainConfig, file)
+    assert loaded.name == file.parent.name == yaml.safe_load(file.read_text())["name"]

@@ -1,0 +1,95 @@
+"""A file that holds an environment, as a program: ``python env.py eval|train|view|check``.
+
+Owns: :func:`main`, which turns such a command into one of ``turnwise``'s own. Refuses: options of its own; whatever
+stands behind the command goes to the ``turnwise`` command of that name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from turnwise.cli.app import main as turnwise
+from turnwise.cli.train import env_name
+from turnwise.envs.core import Env
+from turnwise.errors import ConfigError
+
+_TASKS: Final = "turnwise.envs.seeded:tasks?n={n}&name={name}"
+_USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
+
+  eval   --model DIR   evaluate a model on this environment (turnwise eval)
+  train  --model DIR   train it here (turnwise train); the same command resumes after an interrupt
+  view   [RUN]         read trajectories; without RUN, of the newest run of this environment
+  check                find what is wrong with this environment (turnwise check-env)
+
+python {file} COMMAND --help says what each of them takes."""
+
+
+def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line of one environment; call it where the file is run as a program.
+
+    Tasks are those of ``env.default_tasks``, else seeded ones: the environment draws everything from the seed.
+
+    Args:
+        env: The environment, a class at the top of its file.
+        argv: The arguments without the program's name; by default the process's own.
+
+    Raises:
+        SystemExit: Always, with the exit status of the command.
+        ConfigError: Nothing can find the class again by its file and name.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    file = _file(env)
+    if not given or given[0] in ("-h", "--help"):
+        print(_USAGE.format(file=file.name), file=sys.stderr)  # noqa: T201 - a program's usage
+        sys.exit(0 if given else 2)
+    command, rest = given[0], given[1:]
+    reference = f"{file}:{env.__qualname__}"
+    if command == "eval":
+        turnwise(["eval", reference, *_tasks(env, rest, "test", 200), *rest])
+    elif command == "train":
+        turnwise(["train", "--env", reference, *_tasks(env, rest, "train", 1000), *rest])
+    elif command == "view":
+        turnwise(["view", *(rest if _names_a_run(rest) else [str(_newest_run(env)), *rest])])
+    elif command == "check":
+        turnwise(["check-env", reference, *rest])
+    else:
+        print(f"there is no command {command!r}\n{_USAGE.format(file=file.name)}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    sys.exit(0)
+
+
+def _file(env: type[Env]) -> Path:
+    if "." in env.__qualname__:
+        raise ConfigError(
+            f"{env.__qualname__} stands inside a function or class: write it at the top of its file, so that every "
+            "process finds it by file and name"
+        )
+    return Path(inspect.getfile(env)).absolute()
+
+
+def _tasks(env: type[Env], rest: Sequence[str], name: str, n: int) -> list[str]:
+    said = any(each.startswith(("--tasks", "-t", "tasks=", "--config", "-c")) for each in rest)
+    asked = any(each in ("-h", "--help") for each in rest)
+    if said or asked:
+        return []
+    return ["--tasks", env.default_tasks or _TASKS.format(n=n, name=name)]
+
+
+def _names_a_run(rest: Sequence[str]) -> bool:
+    return any(each in ("-h", "--help") for each in rest) or bool(rest and not rest[0].startswith("-"))
+
+
+def _newest_run(env: type[Env]) -> Path:
+    runs = [path.parent for path in Path("runs").glob("*/trajectories.jsonl") if _is_of(env, path.parent.name)]
+    if not runs:
+        raise SystemExit(f"there is no run of {env.__qualname__} in runs/: name one, or eval or train first")
+    return max(runs, key=lambda path: (path / "trajectories.jsonl").stat().st_mtime)
+
+
+def _is_of(env: type[Env], run: str) -> bool:
+    name = env_name(env.__qualname__)
+    return run.startswith(name) or (run.startswith("eval-") and f"-{env.__qualname__}-" in run)

@@ -1,0 +1,146 @@
+"""The examination as a whole: which checks there are, in which order, and which needs which.
+
+Owns: :func:`check_env`. Refuses: the checks themselves (beside this file), mending anything, and judging whether a
+task is a good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from turnwise.envs.core import Env
+from turnwise.envs.doctor import contract, cost, failures, policies, prompts, repeats
+from turnwise.envs.doctor.exam import ESTIMATE, EnvSource, Exam, Examined, TokenCounter, estimated_tokens, made
+from turnwise.envs.doctor.report import CheckReport
+from turnwise.envs.doctor.worker import Stalled, Worker
+from turnwise.errors import ConfigError, RegistryError, TaskError, TurnwiseError
+from turnwise.tasks import Task, load_tasks
+
+Check = Callable[[Exam], Awaitable[None]]
+
+DEFAULT_TASKS: Final = 3
+"""How many of an environment's own tasks are played where nobody names any."""
+
+# What each check needs: after a finding of one of these it would only say the same again.
+CHECKS: Final[dict[str, tuple[Check, tuple[str, ...]]]] = {
+    "signature": (contract.signature, ()),
+    "tools": (contract.tools, ("signature",)),
+    "reset": (contract.reset, ("signature",)),
+    "group": (repeats.group, ("reset", "json")),
+    "final messages": (contract.finals, ("reset",)),
+    "calls": (contract.calls, ("tools", "reset")),
+    "single calls": (contract.single_calls, ("reset", "calls")),
+    "determinism": (repeats.determinism, ("group", "calls", "final messages", "json")),
+    "reuse": (repeats.reuse, ("determinism",)),
+    "isolation": (repeats.isolation, ("determinism", "reuse")),
+    "close": (failures.close, ("reset",)),
+    "close after errors": (failures.close_after_errors, ("tools", "close")),
+    "leaks": (failures.leaks, ("close", "close after errors")),
+    "lengths": (prompts.lengths, ("reset", "calls", "final messages")),
+    "answers": (prompts.answers, ("reset", "json")),
+    "null policy": (policies.null, ("calls", "final messages", "score")),
+    "repeat policy": (policies.repeat, ("calls", "final messages", "score")),
+    "random policy": (policies.random_calls, ("calls", "final messages", "score", "null policy")),
+    "reference": (policies.reference, ("calls", "final messages", "score")),
+    "cost": (cost.cost, ("calls", "final messages")),
+}
+
+
+async def check_env(
+    env: EnvSource,
+    *,
+    task: Task | None = None,
+    tasks: Sequence[Task] | None = None,
+    seeds: Sequence[int] = (0, 1),
+    timeout: float = 30.0,
+    context_length: int | None = None,
+    count_tokens: TokenCounter | None = None,
+) -> CheckReport:
+    """Play short episodes in an environment and report what is wrong with it.
+
+    Checked are, in this order: signatures; the tools' schemas; the shape of what reset returns; that members of a
+    group begin equally; any final message; calls of every kind, together and one by one; that equal seeds give equal
+    episodes, in a used environment too, and while another one runs; close, also after what raised, with no thread or
+    file left; lengths against the context; answers that stand in the prompt; that policies which know nothing score
+    no more than the floor, and the reference solution the most; what a step costs. Tools are called with made-up
+    arguments.
+
+    Args:
+        env: A registered name or reference, a spec, a class or function that makes one, or (with fewer checks, since
+            no second one can be made) an environment.
+        task: What it is reset with.
+        tasks: Several of them. Without either: the first of the environment's own, or none.
+        seeds: At least one.
+        timeout: Seconds that any one call of the environment may take. The first that takes longer ends the
+            examination.
+        context_length: Tokens of prompt and completion that the model takes, or None.
+        count_tokens: Counts the tokens of a text; by default it is estimated.
+
+    Returns:
+        The report. Nothing is raised for what the environment does wrong.
+
+    Raises:
+        RegistryError: There is no such environment.
+        ConfigError: What its configuration names cannot be loaded.
+        TaskError: Its own tasks cannot be loaded.
+    """
+    examined = Examined(env, (task,), tuple(seeds), timeout, context_length, count_tokens or estimated_tokens)
+    worker = Worker()
+    try:
+        try:
+            first = await worker.run(made(env, examined.toolbox), timeout, "making the environment")
+        except (RegistryError, ConfigError):
+            raise
+        except TurnwiseError as error:
+            report = CheckReport(_name(env))
+            exam = Exam(examined, Env(), worker)
+            exam.report = report
+            exam.find("construct", str(error))
+            return report
+        if task is None:
+            examined.tasks = tuple(tasks) if tasks else _own_tasks(first)
+        exam = Exam(examined, first, worker)
+        if count_tokens is None:
+            exam.report.notes.append(ESTIMATE)
+        await _examine(exam)
+        return exam.report
+    finally:
+        await examined.close(worker)
+
+
+def _own_tasks(env: Env) -> tuple[Task | None, ...]:
+    if env.default_tasks is None:
+        return (None,)
+    found = load_tasks(env.default_tasks, limit=DEFAULT_TASKS)
+    if not found:
+        raise TaskError(f"{type(env).__qualname__}.default_tasks {env.default_tasks!r}: there is no task in it")
+    return tuple(found)
+
+
+def _name(env: EnvSource) -> str:
+    return env if isinstance(env, str) else repr(env)
+
+
+async def _examine(exam: Exam) -> None:
+    report = exam.report
+    stalled = False
+    for name, (check, needs) in CHECKS.items():
+        found = {each.check for each in report.errors}
+        blocked = [need for need in needs if need in found or need in report.skipped]
+        if stalled or blocked:
+            report.skipped[name] = "a call did not return" if stalled else f"after a finding of {blocked[0]}"
+            continue
+        try:
+            await check(exam)
+        except Stalled as error:
+            exam.find(name, str(error), "give what it waits for a time-out of its own")
+            stalled = True
+        except TurnwiseError as error:
+            exam.find(name, str(error))
+        report.checks.append(name)
+    if not stalled:
+        try:
+            await exam.call(exam.first, "close")
+        except TurnwiseError as error:
+            exam.find("close", str(error))

@@ -1,0 +1,300 @@
+"""An environment as an MCP server: whoever speaks MCP plays an episode.
+
+Owns: :class:`EnvServer` and the two ways to serve it. A session of a client is one episode: it begins when the client
+first asks for something, and ends when the client has finished, when the environment ends it, or with the session.
+Refuses: sampling from a model, and, where a server has several clients, protocol versions that know no sessions.
+
+This file imports the package ``mcp`` (extra ``mcp``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from turnwise import __version__
+from turnwise.append import AppendFile
+from turnwise.envs.core import Env
+from turnwise.envs.served import Content, Reply, ServedEpisode
+from turnwise.errors import ConfigError, MissingExtraError, TurnwiseError
+from turnwise.seeding import stable_hash
+from turnwise.tasks import Task
+
+try:
+    import mcp_types as types
+    import uvicorn
+    from mcp import MCPError
+    from mcp.server import Server
+    from mcp.server.stdio import stdio_server
+    from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
+except ImportError as missing:
+    raise MissingExtraError("mcp", "mcp", "serving an environment over MCP") from missing
+
+IDLE_S: Final = 1800.0
+"""Seconds without a request after which the session of an HTTP client, and its episode with it, is closed."""
+_URI: Final = "turnwise://task"
+_SESSION: Final = "mcp-session-id"
+_HOW: Final = (
+    "This server is one episode of an environment. Read the task (the resource turnwise://task, the prompt 'task', or "
+    "the tool 'task'), act with the tools, and end with the tool 'finish' (in environments that answer: 'reply'). "
+    "Another session is another episode."
+)
+
+
+class EnvServer:
+    """Plays one episode with each session.
+
+    Args:
+        make: Makes an environment.
+        name: What clients are told that the server is called.
+        tasks: What episodes are reset with, one after the other, from the beginning again after the last; or None where
+            the environment needs none.
+        seed: The seed of every reset. By default it comes from the task, as in an evaluation, or is random where there
+            is none.
+        out: A file that gets a line of JSON for each episode that somebody called a tool of.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Env],
+        name: str,
+        *,
+        tasks: Sequence[Task] | None = None,
+        seed: int | None = None,
+        out: Path | None = None,
+    ) -> None:
+        self._make = make
+        self._name = name
+        self._tasks = itertools.cycle(tasks or (None,))
+        self._seed = seed
+        self._out = None if out is None else AppendFile(out)
+        self._episodes: dict[str, ServedEpisode] = {}
+        self._beginning: dict[str, asyncio.Lock] = {}
+
+    def server(self) -> Server[Any]:
+        """Return the server, for any transport."""
+        return Server(
+            self._name,
+            version=__version__,
+            instructions=_HOW,
+            on_list_tools=self._list_tools,
+            on_call_tool=self._call_tool,
+            on_list_resources=self._list_resources,
+            on_read_resource=self._read_resource,
+            on_list_prompts=self._list_prompts,
+            on_get_prompt=self._get_prompt,
+        )
+
+    async def serve_stdio(self) -> None:
+        """Serve one client, over standard input and output, until it hangs up."""
+        server = self.server()
+        try:
+            async with stdio_server() as (read, write):
+                await server.run(read, write, server.create_initialization_options())
+        finally:
+            await self.close()
+
+    async def serve_http(self, host: str, port: int, on_start: Callable[[str], None]) -> None:
+        """Serve any number of clients over streamable HTTP until interrupted.
+
+        Args:
+            host: Address to bind.
+            port: Port to bind; 0 takes a free one.
+            on_start: Called with the address of the server when it serves.
+
+        Raises:
+            ConfigError: The port cannot be bound.
+        """
+        listener = _bind(host, port)
+        app = self.server().streamable_http_app(host=host, session_idle_timeout=IDLE_S)
+        config = uvicorn.Config(
+            _Sessions(app, self), log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1
+        )
+        listener.listen(128)
+        shown = f"[{host}]" if ":" in host else host
+        on_start(f"http://{shown}:{listener.getsockname()[1]}/mcp")
+        try:
+            await uvicorn.Server(config).serve(sockets=[listener])
+        finally:
+            await self.close()
+
+    async def end(self, session: str) -> None:
+        """Close the episode of a session, if it has one."""
+        self._beginning.pop(session, None)
+        episode = self._episodes.pop(session, None)
+        if episode is not None:
+            with suppress(TurnwiseError):
+                await episode.close()
+            if self._out is not None and episode.touched:
+                self._out.append(json.dumps(episode.record(), ensure_ascii=False).encode())
+
+    async def sweep(self) -> None:
+        """Close the episodes of sessions that were idle for too long."""
+        since = time.monotonic() - IDLE_S
+        for session in [name for name, episode in self._episodes.items() if episode.last_used < since]:
+            await self.end(session)
+
+    async def close(self) -> None:
+        """Close all episodes."""
+        for session in list(self._episodes):
+            await self.end(session)
+        if self._out is not None:
+            self._out.close()
+
+    async def _episode(self, ctx: Any) -> ServedEpisode:
+        """Return the episode of the session that asks, begun when it first does."""
+        session = "" if ctx.request is None else ctx.request.headers.get(_SESSION, "")
+        async with self._beginning.setdefault(session, asyncio.Lock()):
+            if session not in self._episodes:
+                await self.sweep()
+                task = next(self._tasks)
+                seed = self._seed
+                if seed is None:
+                    seed = random.getrandbits(32) if task is None else stable_hash("reset", 0, task.id, 0)
+                try:
+                    episode = ServedEpisode(self._make(), task, seed)
+                    await episode.begin()
+                except TurnwiseError as error:
+                    raise _failed(error) from error
+                self._episodes[session] = episode
+            return self._episodes[session]
+
+    async def _list_tools(self, ctx: Any, _: Any) -> types.ListToolsResult:
+        episode = await self._episode(ctx)
+        tools = [
+            types.Tool(name=each.name, description=each.description or None, input_schema=each.parameters)
+            for each in episode.tools()
+        ]
+        return types.ListToolsResult(tools=tools)
+
+    async def _call_tool(self, ctx: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+        episode = await self._episode(ctx)
+        try:
+            reply = await episode.call(params.name, params.arguments or {})
+        except TurnwiseError as error:
+            raise _failed(error) from error
+        return _result(reply)
+
+    async def _list_resources(self, ctx: Any, _: Any) -> types.ListResourcesResult:
+        await self._episode(ctx)
+        about = "The beginning of the conversation: what is to be done."
+        return types.ListResourcesResult(
+            resources=[types.Resource(uri=_URI, name="task", description=about, mime_type="text/plain")]
+        )
+
+    async def _read_resource(self, ctx: Any, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
+        if params.uri != _URI:
+            raise MCPError(types.INVALID_PARAMS, f"there is no resource {params.uri!r}; there is {_URI}")
+        episode = await self._episode(ctx)
+        text = types.TextResourceContents(uri=_URI, mime_type="text/plain", text=episode.text())
+        return types.ReadResourceResult(contents=[text])
+
+    async def _list_prompts(self, _ctx: Any, _: Any) -> types.ListPromptsResult:
+        return types.ListPromptsResult(prompts=[types.Prompt(name="task", description="What is to be done.")])
+
+    async def _get_prompt(self, ctx: Any, params: types.GetPromptRequestParams) -> types.GetPromptResult:
+        if params.name != "task":
+            raise MCPError(types.INVALID_PARAMS, f"there is no prompt {params.name!r}; there is 'task'")
+        episode = await self._episode(ctx)
+        messages = []
+        for message in episode.messages:
+            role: types.Role = "assistant" if message["role"] == "assistant" else "user"
+            messages += [
+                types.PromptMessage(role=role, content=block) for block in _blocks(message.get("content") or "")
+            ]
+        return types.GetPromptResult(messages=messages)
+
+
+class _Sessions:
+    """The ASGI application around the server's: every request belongs to a session, and its end ends the episode."""
+
+    def __init__(self, app: Any, server: EnvServer) -> None:
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, self._closing(send))
+            return
+        headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
+        version = headers.get("mcp-protocol-version")
+        if version is not None and version not in HANDSHAKE_PROTOCOL_VERSIONS:
+            await _refuse(send, version)
+            return
+        await self._app(scope, receive, send)
+        if scope["method"] == "DELETE" and _SESSION in headers:
+            await self._server.end(headers[_SESSION])
+
+    def _closing(self, send: Any) -> Any:
+        """Return ``send`` such that all episodes are closed before the server says that it is down, and is killed."""
+
+        async def closing(message: Any) -> None:
+            if message["type"] == "lifespan.shutdown.complete":
+                await self._server.close()
+            await send(message)
+
+        return closing
+
+
+async def _refuse(send: Any, version: str) -> None:
+    """Answer a protocol version without sessions; clients then fall back to one that has them."""
+    error = {
+        "code": types.UNSUPPORTED_PROTOCOL_VERSION,
+        "message": "an episode needs a session: use a protocol version with the initialize handshake",
+        "data": {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version},
+    }
+    body = json.dumps({"jsonrpc": "2.0", "id": None, "error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _result(reply: Reply) -> types.CallToolResult:
+    blocks = _blocks(reply.content)
+    if reply.result is not None:
+        # The reward is for who reads results, and stands in the text for who reads nothing else.
+        blocks.append(types.TextContent(text=f"The episode is over. {json.dumps(reply.result)}"))
+    return types.CallToolResult(content=blocks, structured_content=reply.result, is_error=reply.error)
+
+
+def _blocks(content: Content) -> list[types.ContentBlock]:
+    if isinstance(content, str):
+        return [types.TextContent(text=content)] if content else []
+    return [_block(part) for part in content]
+
+
+def _block(part: dict[str, Any]) -> types.ContentBlock:
+    kind = part.get("type", "text")
+    value = part.get(kind)
+    if kind in ("image", "audio") and isinstance(value, str) and value.startswith("data:") and ";base64," in value:
+        mime_type, _, data = value.removeprefix("data:").partition(";base64,")
+        if kind == "image":
+            return types.ImageContent(data=data, mime_type=mime_type)
+        return types.AudioContent(data=data, mime_type=mime_type)
+    return types.TextContent(text=value if isinstance(value, str) else f"[{kind}]")
+
+
+def _failed(error: TurnwiseError) -> MCPError:
+    return MCPError(types.INTERNAL_ERROR, f"the episode ended with an error: {type(error).__name__}: {error}")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot bind {host} port {port} ({error.strerror}): choose another, or 0 for a free one"
+        ) from error
+    return listener

@@ -1,0 +1,167 @@
+"""What the methods of an environment return, held to the contract.
+
+Owns: :class:`StepResult`, :class:`ScoreParts`, :func:`as_messages` and the checks. Refuses: calling anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias, cast, get_args
+
+from turnwise.errors import EnvError, shown
+from turnwise.types import Message, Role, StopReason
+
+Observation: TypeAlias = str | list[Message]
+"""Messages to append to the conversation; a text is one user message."""
+ResetResult: TypeAlias = tuple[Observation, dict[str, Any]]
+Score: TypeAlias = float | dict[str, float]
+
+_ROLES = frozenset(get_args(Role))
+
+
+class StepResult(NamedTuple):
+    """What a step did. Unpacks as Gymnasium's five values.
+
+    Attributes:
+        observation: Messages to append.
+        reward: Reward of this step. Where ``info["rewards"]`` is given, the sum of it.
+        terminated: The message ended the episode. It was scored: the reward holds the score.
+        truncated: The episode ends for another reason. It was not scored by the step.
+        info: Read are ``rewards`` (named parts of the reward: ``dict[str, float]``), ``metrics`` (numbers to log:
+            ``dict[str, float]``) and ``stop_reason`` (a StopReason, where truncated for another reason than
+            ``env_truncated``). Further keys are yours.
+    """
+
+    observation: Observation
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+class ScoreParts(dict[str, float]):
+    """Named parts of a score, whose sum counts, and numbers to log beside them.
+
+    ``score`` may return one instead of a plain dict.
+
+    Attributes:
+        metrics: Numbers to log; they count for nothing.
+    """
+
+    __slots__ = ("metrics",)
+
+    def __init__(self, parts: Mapping[str, float] | None = None, metrics: Mapping[str, float] | None = None) -> None:
+        super().__init__(parts or {})
+        self.metrics: dict[str, float] = dict(metrics or {})
+
+
+def finite(value: Any, where: str) -> float:
+    """Return a finite number as a float.
+
+    Args:
+        value: An int, float, bool, or something that becomes one (numpy's and torch's scalars).
+        where: The beginning of the message, such as ``Env.score returned``.
+
+    Raises:
+        EnvError: It is no number, or not finite.
+    """
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) or value is None else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # RuntimeError: a tensor of several elements.
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvError(f"{where} {shown(value)}: it must be a finite number")
+    return number
+
+
+def named_numbers(value: Any, where: str) -> Mapping[str, Any]:
+    """Return a dict whose keys are texts; None is an empty one.
+
+    Raises:
+        EnvError: It is something else.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise EnvError(f"{where} is {shown(value)}: it must be a dict from names to numbers")
+    return value
+
+
+def as_messages(observation: Any) -> list[Message]:
+    """Return an observation as a new list of messages.
+
+    Raises:
+        EnvError: It is neither a text, nor a message, nor a list of messages.
+    """
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if isinstance(observation, Mapping):
+        observation = [observation]
+    if not isinstance(observation, (list, tuple)):
+        raise EnvError(f"an observation is a text or a list of messages, not {shown(observation)}")
+    for index, message in enumerate(observation):
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            raise EnvError(
+                f"observation[{index}] is {shown(message)}: a message is a dict whose 'role' is one of "
+                f"{', '.join(sorted(_ROLES))}"
+            )
+        content = message.get("content")
+        if content is not None and not isinstance(content, (str, list)):
+            raise EnvError(f"observation[{index}]['content'] is {shown(content)}: it must be a text or a list of parts")
+    return cast("list[Message]", list(observation))
+
+
+def check_reset(result: Any, env: object) -> tuple[list[Message], dict[str, Any]]:
+    """Return what ``reset`` returned, with its observation as messages. Raises EnvError where it broke its contract."""
+    name = type(env).__qualname__
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise EnvError(f"{name}.reset returned {shown(result)}: it must return (observation, info)")
+    observation, info = result
+    if not isinstance(info, dict):
+        raise EnvError(f"{name}.reset returned the info {shown(info)}: it must be a dict")
+    return _named_messages(observation, f"{name}.reset"), info
+
+
+def check_step(result: Any, env: object) -> StepResult:
+    """Return what ``step`` returned as a StepResult of messages. Raises EnvError where it broke its contract."""
+    where = f"{type(env).__qualname__}.step"
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise EnvError(
+            f"{where} returned {shown(result)}: it must return StepResult(observation, reward, terminated, truncated, "
+            "info)"
+        )
+    observation, reward, terminated, truncated, info = result
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        # numpy's bools are fine, 0.0 in the place of a flag is a result in the wrong order.
+        if isinstance(flag, (int, float, str)) and not isinstance(flag, bool):
+            raise EnvError(f"{where} returned {name}={flag!r}: it must be True or False")
+    if not isinstance(info, dict):
+        raise EnvError(f"{where} returned the info {shown(info)}: it must be a dict")
+    value = finite(reward, f"{where} returned the reward")
+    for key in ("rewards", "metrics"):
+        for name, part in named_numbers(info.get(key), f"{where}: info[{key!r}]").items():
+            finite(part, f"{where}: info[{key!r}][{name!r}]")
+    reason = info.get("stop_reason")
+    if reason is not None and reason not in tuple(StopReason):
+        raise EnvError(f"{where}: info['stop_reason'] is {reason!r}: allowed are {', '.join(StopReason)}")
+    messages = _named_messages(observation, where)
+    return StepResult(messages, value, bool(terminated), bool(truncated), info)
+
+
+def check_score(result: Any, env: object) -> ScoreParts:
+    """Return what ``score`` returned as named parts. Raises EnvError where it broke its contract."""
+    where = f"{type(env).__qualname__}.score returned"
+    if not isinstance(result, Mapping):
+        return ScoreParts({"score": finite(result, where)})
+    parts = {name: finite(part, f"{where} {name!r}:") for name, part in named_numbers(result, where).items()}
+    given = result.metrics if isinstance(result, ScoreParts) else {}
+    return ScoreParts(parts, {name: finite(value, f"{where} the metric {name!r}:") for name, value in given.items()})
+
+
+def _named_messages(observation: Any, where: str) -> list[Message]:
+    try:
+        return as_messages(observation)
+    except EnvError as error:
+        raise EnvError(f"{where}: {error}") from error

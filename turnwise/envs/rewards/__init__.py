@@ -1,0 +1,66 @@
+"""Rewards: functions, and what composes them to a score.
+
+The names are lazy: an environment that has a rubric imports neither an HTTP client nor what a judge needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnwise.envs.rewards.answers import extract_answer, normalize
+    from turnwise.envs.rewards.core import Rubric, as_rubric
+    from turnwise.envs.rewards.groups import PairwiseJudge, RankBy, answer_of, centred_ranks, conversation_of
+    from turnwise.envs.rewards.judge import Judge
+    from turnwise.envs.rewards.matching import ExactMatch, JSONSchema, Regex
+    from turnwise.envs.rewards.model import RewardModel
+    from turnwise.envs.rewards.numeric import Numeric, parse_number
+    from turnwise.envs.rewards.parts import Part, RewardFunction
+    from turnwise.envs.rewards.symbolic import Symbolic
+    from turnwise.envs.rewards.verl import VerlScore
+
+_HOMES = {
+    "answers": ("extract_answer", "normalize"),
+    "core": ("Rubric", "as_rubric"),
+    "groups": ("PairwiseJudge", "RankBy", "answer_of", "centred_ranks", "conversation_of"),
+    "judge": ("Judge",),
+    "matching": ("ExactMatch", "JSONSchema", "Regex"),
+    "model": ("RewardModel",),
+    "numeric": ("Numeric", "parse_number"),
+    "parts": ("Part", "RewardFunction"),
+    "symbolic": ("Symbolic",),
+    "verl": ("VerlScore",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ExactMatch",
+    "JSONSchema",
+    "Judge",
+    "Numeric",
+    "PairwiseJudge",
+    "Part",
+    "RankBy",
+    "Regex",
+    "RewardFunction",
+    "RewardModel",
+    "Rubric",
+    "Symbolic",
+    "VerlScore",
+    "answer_of",
+    "as_rubric",
+    "centred_ranks",
+    "conversation_of",
+    "extract_answer",
+    "normalize",
+    "parse_number",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'turnwise.envs.rewards' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"turnwise.envs.rewards.{home}"), name)
+    return value

@@ -1,0 +1,274 @@
+"""Rewards as functions: what they are given, how several make one score, and what happens when one fails.
+
+Owns: :class:`Rubric`, :func:`call_function` and :func:`as_rubric`. Refuses: knowing any reward function (siblings of
+this file), checking what a rubric is composed of (``parts.py``), and turning a failure into a number: a function that
+raises, takes too long or returns no finite number is an EnvError that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.envs.core import Env, in_thread
+from turnwise.envs.results import ScoreParts, finite, named_numbers
+from turnwise.envs.rewards.loading import load_function
+from turnwise.envs.rewards.parts import GIVEN, Part, ReadyPart, in_order, ready_part
+from turnwise.errors import ConfigError, EnvError, shown
+from turnwise.tasks import Task
+from turnwise.tools.registry import nearest
+from turnwise.types import Message, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What reward functions are given: the entries of :data:`GIVEN`."""
+
+    task: Task | None
+    final: Message | None
+    text: str
+    messages: list[Message]
+    data: Mapping[str, Any]
+    env: Env
+
+    def arguments(self, wanted: Mapping[str, bool], function: str) -> dict[str, Any]:
+        """Return what a function asks for by name.
+
+        Args:
+            wanted: Name to whether it has no default.
+            function: How messages call it.
+
+        Raises:
+            EnvError: A name is neither given nor an entry of the task's data.
+        """
+        given: dict[str, Any] = {name: getattr(self, name) for name in wanted if name in GIVEN}
+        for name, required in wanted.items():
+            if name in given:
+                continue
+            if name in self.data:
+                given[name] = self.data[name]
+            elif required:
+                row = "there is no task" if self.task is None else f"the data of task {self.task.id!r} has "
+                columns = "" if self.task is None else ", ".join(map(repr, self.data)) or "no entries"
+                raise EnvError(
+                    f"reward function {function} wants {name!r}, which is neither one of {', '.join(GIVEN)} nor in "
+                    f"task.data ({row}{columns}{nearest(name, [*GIVEN, *self.data])})"
+                )
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What a part is worth: ``named`` where the function named parts, else ``total`` alone."""
+
+    total: float
+    named: Mapping[str, float] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Rubric:
+    """Named reward functions with weights, which together make a score.
+
+    Each function names the parameters that it wants: ``task``, ``final`` (the last message, or None), ``text`` (what
+    it says), ``messages`` (the whole conversation), ``data`` (the task's), ``env``, or any entry of ``task.data``. It
+    returns a number, ``(number, metrics)``, or a dict of named numbers whose sum counts. All run at the same time:
+    async ones on the event loop, plain ones in the environment's threads.
+
+    The reward of a part is its weight times its value, under its name; the value itself is the metric
+    ``rubric/<name>``.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Part | Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]],
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        """Compose functions.
+
+        Args:
+            parts: Name to a function, ``(function, weight)``, a :class:`Part`, or the fields of one as a dict.
+            timeout: Seconds that each call may take, where a part does not say otherwise; None is what the function
+                says, or else 60.
+
+        Raises:
+            ConfigError: A part cannot be used; the message names it, its field and the remedy.
+        """
+        if not parts:
+            raise ConfigError("a rubric without parts is worth nothing: name at least one reward function")
+        ready = [ready_part(name, given, timeout) for name, given in parts.items()]
+        self._parts = in_order({part.name: part for part in ready})
+        self._lone = False
+
+    @classmethod
+    def lone(cls, function: Callable[..., Any] | str, *, timeout: float | None = None) -> Rubric:
+        """Return the rubric of one function: a number is the reward ``score``, named numbers are rewards themselves."""
+        rubric = cls({"score": Part(function)}, timeout=timeout)
+        rubric._lone = True
+        return rubric
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parts, each behind those that it depends on."""
+        return tuple(part.name for part in self._parts)
+
+    async def score(self, env: Env, task: Task | None, final: Message | None) -> ScoreParts:
+        """Return the weighted parts, and their values as metrics.
+
+        Args:
+            env: Whose episode it is: its conversation and its threads.
+            task: The dataset row.
+            final: The message that ended the episode, or None.
+
+        Raises:
+            EnvError: A function raised, took too long, or returned something else than finite numbers.
+        """
+        attempt = _attempt(env, task, final)
+        started = time.monotonic()
+        running: dict[str, asyncio.Future[_Value | EnvError]] = {}
+        for part in self._parts:
+            running[part.name] = asyncio.ensure_future(_evaluate(part, attempt, running))
+        # All are waited for: a thread that is given up because another function failed would be lost for nothing.
+        values = dict(zip(running, await asyncio.gather(*running.values()), strict=True))
+        errors = {str(value): None for value in values.values() if isinstance(value, EnvError)}
+        if errors:
+            raise EnvError("; ".join(errors))
+        found = {name: value for name, value in values.items() if not isinstance(value, EnvError)}
+        return self._gather(found, time.monotonic() - started)
+
+    def _gather(self, values: Mapping[str, _Value], seconds: float) -> ScoreParts:
+        if self._lone:
+            value = values["score"]
+            return ScoreParts({"score": value.total} if value.named is None else value.named, value.metrics)
+        score = ScoreParts(metrics={"rubric/seconds": seconds})
+        for part in self._parts:
+            value = values[part.name]
+            score.metrics[f"rubric/{part.name}"] = value.total
+            score.metrics.update({f"rubric/{part.name}/{key}": number for key, number in value.metrics.items()})
+            named = {"": value.total} if value.named is None else value.named
+            if part.weight:
+                keys = {key: f"{part.name}/{key}" if key else part.name for key in named}
+                score.update({keys[key]: part.weight * number for key, number in named.items()})
+        return score
+
+
+def as_rubric(scorer: Any) -> Rubric:
+    """Return what scores, in any of its forms, as a rubric.
+
+    Args:
+        scorer: A :class:`Rubric`; a dict from names to parts; one function; or in configurations the name of a shipped
+            one or ``pkg.module:function`` (which may also name a Rubric).
+
+    Raises:
+        ConfigError: It cannot be loaded or used.
+    """
+    if isinstance(scorer, str):
+        loaded = load_function(scorer, {}, "scorer")
+        return loaded if isinstance(loaded, Rubric) else Rubric.lone(loaded)
+    if isinstance(scorer, Rubric):
+        return scorer
+    if isinstance(scorer, Mapping):
+        return Rubric(scorer)
+    return Rubric.lone(scorer)
+
+
+def _attempt(env: Env, task: Task | None, final: Message | None) -> Attempt:
+    messages = list(env.conversation) or ([] if task is None else task.messages())
+    if final is not None and not any(message is final for message in messages[-1:]):
+        messages.append(final)
+    data = {} if task is None else task.data
+    return Attempt(task, final, "" if final is None else text_of(final), messages, data, env)
+
+
+async def _evaluate(
+    part: ReadyPart, attempt: Attempt, running: Mapping[str, asyncio.Future[_Value | EnvError]]
+) -> _Value | EnvError:
+    """Return a part's value, or the error that it ended in; never raises but when cancelled."""
+    before: dict[str, _Value] = {}
+    for name in (*part.only_if, *part.multiply_by):
+        value = await running[name]
+        if isinstance(value, EnvError):
+            return value
+        before[name] = value
+    if any(before[name].total <= 0 for name in part.only_if):
+        return _Value(0.0)
+    try:
+        result = await call_function(
+            part.function,
+            (),
+            attempt.arguments(part.wanted, part.label),
+            env=attempt.env,
+            what=f"reward function {part.label}",
+            timeout=part.timeout,
+            inline=part.inline,
+        )
+        value = _read(result, part.label)
+    except EnvError as error:
+        return error
+    for name in part.multiply_by:
+        factor = before[name].total
+        named = None if value.named is None else {key: factor * number for key, number in value.named.items()}
+        value = _Value(factor * value.total, named, value.metrics)
+    return value
+
+
+async def call_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    env: Env,
+    what: str,
+    timeout: float,
+    inline: bool,
+) -> Any:
+    """Call a function of a user's, and name what it raises as its own.
+
+    Args:
+        function: Plain or async.
+        args: Its arguments.
+        kwargs: Its arguments.
+        env: Lends the thread that a plain function runs in, and is marked where that thread is lost.
+        what: How messages call it, such as ``reward function 'correct' (pkg.module:correct)``.
+        timeout: Seconds that it may take.
+        inline: Whether it runs on the event loop.
+
+    Raises:
+        EnvError: It raised, or took longer.
+    """
+    scope = asyncio.timeout(timeout)
+    try:
+        async with scope:
+            result = function(*args, **kwargs) if inline else await in_thread(env, function, args, kwargs)
+            return await result if inspect.isawaitable(result) else result
+    except TimeoutError as error:
+        if scope.expired():
+            raise EnvError(f"{what} took longer than {timeout:g} s (timeout)") from error
+        raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise EnvError(f"{what} raised CancelledError, but nobody cancelled it") from error
+    except (Exception, SystemExit) as error:  # a reward function's code: what it raises is named as its own
+        raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _read(result: Any, label: str) -> _Value:
+    where = f"reward function {label} returned"
+    metrics: Mapping[str, float] = {}
+    if isinstance(result, tuple):
+        if len(result) != 2:
+            raise EnvError(f"{where} {shown(result)}: a tuple is (number, metrics)")
+        result, given = result
+        metrics = {
+            key: finite(value, f"{where} the metric {key!r}:") for key, value in named_numbers(given, where).items()
+        }
+    if not isinstance(result, Mapping):
+        return _Value(finite(result, where), None, metrics)
+    named = {key: finite(value, f"{where} {key!r}:") for key, value in named_numbers(result, where).items()}
+    return _Value(sum(named.values()), named, metrics)

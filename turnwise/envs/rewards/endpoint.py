@@ -1,0 +1,260 @@
+"""One HTTP server that reward functions ask: pooled connections, bounded, retried, no faster than it allows.
+
+Owns: :class:`Endpoint`, :class:`EndpointError` and :func:`wire_messages`. Refuses: knowing what is asked. What cannot
+be had in the end is an EnvError; no message shows a password or a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+from pydantic import SecretStr
+
+from turnwise.envs.rewards.perloop import PerLoop
+from turnwise.errors import ConfigError, EnvError, shown
+from turnwise.inference.canonical import canonical_messages
+from turnwise.tools.secrets import Secrets
+from turnwise.types import Message
+
+_AGAIN = frozenset((408, 409, 425, 429))
+_LONGEST_WAIT = 120.0
+
+
+class EndpointError(EnvError):
+    """A server did not answer, or refused.
+
+    Attributes:
+        status: The HTTP status of its last answer, or None.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class _Link:
+    """What belongs to one event loop."""
+
+    session: aiohttp.ClientSession
+    slots: asyncio.Semaphore
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    next_at: float = 0.0
+
+
+class Endpoint:
+    """Sends JSON to one server and returns JSON.
+
+    Args:
+        url: Base URL.
+        what: What it is, for messages (``judge``).
+        api_key_env: Environment variable with a key, sent as a bearer token.
+        timeout: Seconds that one try may take.
+        retries: How often a request is sent again after a broken connection, a time-out, 408, 409, 425, 429 or 5xx.
+        retry_wait: Seconds before the first of those; doubled each time. A ``Retry-After`` of the server is kept to.
+        concurrency: Requests in flight at the same time.
+        requests_per_minute: Requests are spaced so that no more are sent; None is no limit.
+
+    Raises:
+        ConfigError: An argument is out of range, or the environment variable is not set.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        what: str,
+        api_key_env: str | None = None,
+        timeout: float = 60.0,
+        retries: int = 4,
+        retry_wait: float = 0.5,
+        concurrency: int = 16,
+        requests_per_minute: float | None = None,
+    ) -> None:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(
+                f"{what}: the URL is {shown(url)}: it must begin with http:// or https:// and name a host"
+            )
+        self._what = what
+        self._url = url.rstrip("/")
+        self._timeout = _above(timeout, f"{what}: timeout")
+        self._retry_wait = _above(retry_wait, f"{what}: retry_wait")
+        self._retries = _count(retries, f"{what}: retries", least=0)
+        self._concurrency = _count(concurrency, f"{what}: concurrency", least=1)
+        rate = None if requests_per_minute is None else _above(requests_per_minute, f"{what}: requests_per_minute")
+        self._spacing = 0.0 if rate is None else 60.0 / rate
+        self._key_name = api_key_env
+        self._hidden = [SecretStr(each) for each in (self._key(), parts.password) if each]
+        # Without user and password, which a URL may hold.
+        self.name = f"{what} at {parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
+        self._links = PerLoop(self._open, _close)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send a request until it is answered.
+
+        Args:
+            path: Behind the base URL, such as ``/classify``.
+            body: JSON values.
+
+        Raises:
+            EndpointError: The server refused it, or all tries failed.
+        """
+        data = orjson.dumps(body)
+        link = await self._links.get()
+        tries = 0
+        async with link.slots:
+            while True:
+                tries += 1
+                await self._wait_turn(link)
+                story, status, wait = await self._try(link.session, path, data)
+                if status == 200:
+                    return self._parse(story)
+                if wait is None or tries > self._retries:
+                    raise EndpointError(
+                        f"{self.name}{path} failed after {tries} {'try' if tries == 1 else 'tries'}: "
+                        f"{self.redact(story)}",
+                        status,
+                    )
+                if wait > _LONGEST_WAIT:
+                    text = f"{self.name}{path} asks to wait {wait:.0f} s, more than {_LONGEST_WAIT:g}: "
+                    raise EndpointError(text + self.redact(story), status)
+                # Whoever else asks this server waits as long where it said so.
+                backoff = self._retry_wait * 2 ** (tries - 1) * random.uniform(0.75, 1.25)
+                if wait > 0:
+                    link.next_at = max(link.next_at, time.monotonic() + wait)
+                await asyncio.sleep(min(max(backoff, wait), _LONGEST_WAIT))
+
+    def redact(self, text: str) -> str:
+        """Return a text without the key, and without the password of the URL."""
+        # The key may be another one by now: it is read for each request.
+        return Secrets([*self._hidden, *([] if self._key_name is None else [self._key_name])]).redact(text)
+
+    async def close(self) -> None:
+        """Close the connections of this event loop; they are opened again when they are needed."""
+        await self._links.close()
+
+    async def _try(
+        self, session: aiohttp.ClientSession, path: str, data: bytes
+    ) -> tuple[str, int | None, float | None]:
+        """Return the answer's text or what went wrong, its status, and seconds to wait (None: it is final)."""
+        try:
+            async with session.post(self._url + path, data=data, headers=self._headers()) as answer:
+                text = (await answer.read()).decode("utf-8", "replace")
+                if answer.status == 200:
+                    return text, 200, None
+                again = answer.status in _AGAIN or answer.status >= 500
+                story = f"it answered {answer.status}: {_said(text)}"
+                return story, answer.status, _retry_after(answer.headers.get("Retry-After")) if again else None
+        except TimeoutError:
+            return f"no answer within {self._timeout:g} s", None, 0.0
+        except aiohttp.ClientError as error:
+            return f"{type(error).__name__}: {error}", None, None if session.closed else 0.0
+        except RuntimeError as error:
+            if not session.closed:
+                raise
+            return f"its connections were closed: {error}", None, None
+
+    async def _wait_turn(self, link: _Link) -> None:
+        # In turn, so that those who wait keep their order and none overtakes a server that asked for patience.
+        async with link.turn:
+            # Asked again after the wait: the server may have told another one meanwhile to be patient for longer.
+            while (wait := link.next_at - time.monotonic()) > 0:
+                await asyncio.sleep(wait)
+            link.next_at = max(link.next_at, time.monotonic()) + self._spacing
+
+    def _key(self) -> str | None:
+        if self._key_name is None:
+            return None
+        key = os.environ.get(self._key_name)
+        if not key:
+            raise ConfigError(
+                f"{self._what}: api_key_env names the environment variable {shown(self._key_name)}, which is not set: "
+                "set it, or name another one"
+            )
+        return key
+
+    def _headers(self) -> dict[str, str]:
+        key = self._key()
+        return {"Content-Type": "application/json", **({} if key is None else {"Authorization": f"Bearer {key}"})}
+
+    def _parse(self, text: str) -> Any:
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise EndpointError(f"{self.name} answered what is no JSON: {self.redact(shown(text))}") from error
+
+    async def _open(self) -> _Link:
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=600),
+            timeout=aiohttp.ClientTimeout(total=self._timeout),
+        )
+        return _Link(session, asyncio.Semaphore(self._concurrency))
+
+
+async def _close(link: _Link) -> None:
+    await link.session.close()
+
+
+def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in OpenAI's form, which chat servers take."""
+    wire = []
+    for message in canonical_messages(messages):
+        told = message.to_template()
+        for call in told.get("tool_calls", ()):
+            function = call["function"]
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        wire.append(told)
+    return wire
+
+
+def _retry_after(header: str | None) -> float:
+    """Return the seconds that a Retry-After header asks for (RFC 9110, 10.2.3), 0 where it says nothing."""
+    if not header:
+        return 0.0
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+        except (TypeError, ValueError):
+            return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+
+
+def _said(text: str) -> str:
+    """Return what an error's body says: its message, in any of the usual places, or its beginning."""
+    try:
+        body = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return shown(text, 300)
+    for key in ("error", "message", "detail"):
+        if isinstance(body, dict) and key in body:
+            inner = body[key]
+            return shown(inner.get("message", inner) if isinstance(inner, dict) else inner, 300)
+    return shown(text, 300)
+
+
+def _above(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{where} is {shown(value)}: it must be a number above 0")
+    return float(value)
+
+
+def _count(value: Any, where: str, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{where} is {shown(value)}: it must be an integer of at least {least}")
+    return value

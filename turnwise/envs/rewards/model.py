@@ -1,0 +1,168 @@
+"""Reward models: a sequence classifier behind an HTTP server says what a conversation is worth.
+
+Owns: :class:`RewardModel`. Refuses: loading weights here. The wire is vLLM's ``POST /classify``, so ``turnwise serve
+--reward DIR`` and ``vllm serve DIR --runner pooling`` can be asked alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from turnwise.config import load_config
+from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, wire_messages
+from turnwise.envs.rewards.parts import RewardFunction
+from turnwise.envs.rewards.perloop import PerLoop
+from turnwise.errors import ConfigError, EnvError, InferenceError, shown
+from turnwise.inference.config import RewardServerConfig
+from turnwise.inference.reward_process import RewardReplica
+from turnwise.types import Message
+
+_log = logging.getLogger(__name__)
+
+
+class RewardModel(RewardFunction):
+    """The raw output of a reward model for the conversation, its chat template applied by the server.
+
+    One object keeps its connections, and the server that it started, for all episodes of an event loop.
+    """
+
+    # Loading a model takes longer than what a function gets that says nothing.
+    timeout: ClassVar[float | None] = 600.0
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        model_dir: str | None = None,
+        server: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        label: int = 0,
+        activation: bool = False,
+        last_message_only: bool = False,
+        without_answer: float = 0.0,
+        **connection: Any,
+    ) -> None:
+        """Name a server, or the directory of a model that is served for this process.
+
+        Args:
+            url: Base URL of a running server.
+            model_dir: Instead of ``url``: a Hugging Face sequence classifier. Its server is started when the first
+                conversation is judged, started again where it died, and ends with this process.
+            server: With ``model_dir``: the settings of that server (:class:`RewardServerConfig`).
+            model: Sent as ``model`` where a server serves several.
+            label: Which of the model's outputs is the reward.
+            activation: Whether the server applies the activation (a sigmoid of one output, a softmax of several).
+            last_message_only: Whether only the answer's text is sent, as plain text, instead of the conversation.
+            without_answer: The value of an episode that ended without a final message; the model is not asked.
+            **connection: ``api_key_env``, ``timeout``, ``retries``, ``retry_wait``, ``concurrency`` and
+                ``requests_per_minute`` of :class:`Endpoint`.
+
+        Raises:
+            ConfigError: An argument cannot be used.
+        """
+        if (url is None) == (model_dir is None):
+            raise ConfigError("reward_model: give either url (a running server) or model_dir (a model to serve)")
+        if isinstance(label, bool) or not isinstance(label, int) or label < 0:
+            raise ConfigError(f"reward_model: label is {shown(label)}: it must be an integer of at least 0")
+        self._connection = {"what": "reward_model", "concurrency": 64, **connection}
+        # Made in any case: what is wrong with a connection shows before anything is served.
+        endpoint = Endpoint("http://127.0.0.1" if url is None else url, **self._connection)
+        self._endpoint = None if url is None else endpoint
+        self._directory = None if model_dir is None else Path(model_dir).expanduser()
+        if self._directory is not None and not (self._directory / "config.json").is_file():
+            raise ConfigError(
+                f"reward_model: model_dir is {model_dir}, which holds no config.json: name a model's directory"
+            )
+        self._server = load_config(RewardServerConfig, defaults=server)
+        self._served: PerLoop[_Served] = PerLoop(self._serve, _Served.close)
+        self._model = model
+        self._label = label
+        self._activation = activation
+        self._last_only = last_message_only
+        self._without = without_answer
+
+    async def __call__(self, final: Message | None, text: str, messages: list[Message]) -> float:
+        """Ask the model.
+
+        Raises:
+            EnvError: The server failed, or answered no such output.
+        """
+        if final is None:
+            return self._without
+        body: dict[str, Any] = {"input": text} if self._last_only else {"messages": wire_messages(messages)}
+        if self._model is not None:
+            body["model"] = self._model
+        answer, endpoint = await self._post({**body, "use_activation": self._activation})
+        try:
+            outputs = answer["data"][0]["probs"]
+            return float(outputs[self._label])
+        except IndexError:
+            raise EnvError(f"{endpoint.name} answered {len(outputs)} outputs; label is {self._label}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            text = endpoint.redact(shown(answer, 200))
+            raise EnvError(f"{endpoint.name} answered no data[0].probs: {text}") from error
+
+    async def close(self) -> None:
+        """Close what belongs to this event loop: connections, and the server that was started."""
+        await self._served.close()
+        if self._endpoint is not None:
+            await self._endpoint.close()
+
+    async def _post(self, body: Mapping[str, Any]) -> tuple[Any, Endpoint]:
+        """Return the answer and who gave it; a server of this process that died meanwhile is started and asked anew."""
+        if self._endpoint is not None:
+            return await self._endpoint.post("/classify", body), self._endpoint
+        served = await self._running()
+        try:
+            return await served.endpoint.post("/classify", body), served.endpoint
+        except EndpointError:
+            if served.running:
+                raise
+        # Once: what kills the server again may be this very conversation.
+        served = await self._running()
+        return await served.endpoint.post("/classify", body), served.endpoint
+
+    async def _running(self) -> _Served:
+        served = await self._served.get()
+        if not served.running:
+            await self._served.drop(served)
+            served = await self._served.get()
+        return served
+
+    async def _serve(self) -> _Served:
+        if self._directory is None:
+            raise EnvError("reward_model: there is no model_dir to serve")
+        logs = tempfile.TemporaryDirectory(prefix="turnwise-reward-")
+        replica = RewardReplica(self._directory, self._server, log_file=Path(logs.name) / "server.log")
+        try:
+            await replica.launch()
+        except InferenceError as error:
+            logs.cleanup()
+            raise EnvError(f"reward_model: {error}") from error
+        return _Served(replica, Endpoint(replica.url, **self._connection), logs)
+
+
+class _Served:
+    """A server that was started for this process, and how it is asked."""
+
+    def __init__(self, replica: RewardReplica, endpoint: Endpoint, logs: tempfile.TemporaryDirectory[str]) -> None:
+        self.endpoint = endpoint
+        self._replica = replica
+        self._logs = logs
+
+    @property
+    def running(self) -> bool:
+        """Whether its process has not ended."""
+        return self._replica.running
+
+    async def close(self) -> None:
+        """Close the connections and end the server."""
+        if not self._replica.running:
+            _log.warning("%s", await self._replica.wait_died())
+        await self.endpoint.close()
+        await self._replica.close()
+        self._logs.cleanup()

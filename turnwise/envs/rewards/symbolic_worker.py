@@ -1,0 +1,68 @@
+"""The process in which answers are compared symbolically. Imports nothing of this package: it starts in a second.
+
+Owns: the loop over requests, one JSON object a line: ``{"gold": [...], "answer": ..., "seconds": ...}`` in,
+``{"verdict": ...}`` out. What an answer makes sympy do (``9**9**9**9``) may be a single operation of C code that no
+signal handler and no thread interrupts. So the kernel ends this process when a comparison has used up its CPU time,
+also where nobody waits for it any more, and memory has a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import sys
+from typing import Any
+
+_MEMORY = 4 * 2**30
+
+
+def main() -> None:
+    """Answer requests until the end of standard input."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY if most == resource.RLIM_INFINITY else min(_MEMORY, most), most))
+    logging.disable(logging.CRITICAL)
+    from math_verify import parse
+
+    # The grammar is compiled when it is first used; that is nobody's answer's CPU time.
+    parse("$x$", parsing_timeout=0)
+    _say({"verdict": "ready"})
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        verdict = _compare(request["gold"], request["answer"])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _say(verdict)
+
+
+def _compare(gold: list[str], answer: str) -> dict[str, Any]:
+    from math_verify import parse, verify
+
+    try:
+        right = [(text, _parse_gold(parse, text)) for text in gold]
+        unreadable = [text for text, parsed in right if not parsed]
+        if unreadable:
+            return {"verdict": "gold", "text": unreadable[0]}
+        said = parse(answer, parsing_timeout=0)
+        equal = any(verify(parsed, said, timeout_seconds=0) for _, parsed in right)
+        return {"verdict": "equal" if equal else "different", "found": bool(said)}
+    except (MemoryError, RecursionError, OverflowError) as error:
+        return {"verdict": "undecided", "text": type(error).__name__}
+
+
+def _parse_gold(parse: Any, text: str) -> Any:
+    """Parse a right answer: as it stands, or else as bare LaTeX, which a parser of prose does not look for."""
+    bare = text.strip()
+    marked = any(mark in bare for mark in ("$", "\\boxed", "\\(", "\\["))
+    return parse(bare if marked else f"${bare}$", parsing_timeout=0) or parse(bare, parsing_timeout=0)
+
+
+def _say(verdict: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(verdict) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Reference solutions: how the moves that ``Env.solve`` yields become messages, and how they are played.
+
+Owns: :func:`tool_call`, which such a generator yields, :class:`Solver`, which drives it, :func:`solver_of` and
+:func:`play_solution`.
+Refuses: judging whether a solution is a good one; ``check_env`` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from turnwise.envs.core import AsyncSolution, Env, Solution, StepResult, as_messages, invoke
+from turnwise.errors import EnvError, TurnwiseError, shown
+from turnwise.types import Message, ToolCall
+
+
+def tool_call(tool: str, /, **arguments: Any) -> ToolCall:
+    """Return a call for ``Env.solve`` to yield. It gets its id when it is played."""
+    return ToolCall("", tool, arguments)
+
+
+class Solver:
+    """Drives the reference solution of an environment whose episode runs; made by :func:`solver_of`.
+
+    Attributes:
+        moves: How many messages it has given.
+    """
+
+    def __init__(self, name: str, solution: Solution | AsyncSolution) -> None:
+        self._name = name
+        self._calls = 0
+        self.moves = 0
+        self._solution = solution
+
+    async def next(self, observation: Sequence[Message] | None = None) -> Message | None:
+        """Return the next message of the solution, or None where it has no more.
+
+        Args:
+            observation: What answered the message before; None at first.
+
+        Raises:
+            EnvError: The solution raised, or yielded what is no move.
+        """
+        answered = cast("list[Message]", None if observation is None else list(observation))
+        try:
+            if isinstance(self._solution, AsyncGenerator):
+                move = await self._solution.asend(answered)
+            else:
+                move = self._solution.send(answered)
+        except (StopIteration, StopAsyncIteration):
+            return None
+        except TurnwiseError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise EnvError(f"{self._name}.solve raised {type(error).__name__}: {error}") from error
+        self.moves += 1
+        return self._message(move)
+
+    async def close(self) -> None:
+        """End the solution where it stands."""
+        if isinstance(self._solution, AsyncGenerator):
+            await self._solution.aclose()
+        else:
+            self._solution.close()
+
+    def _message(self, move: Any) -> Message:
+        if isinstance(move, str):
+            return {"role": "assistant", "content": move}
+        calls: list[Any]
+        if isinstance(move, Mapping):
+            message = cast("Message", {"role": "assistant", "content": "", **move})
+            calls = list(message.get("tool_calls") or ())
+        else:
+            calls = [move] if isinstance(move, ToolCall) else list(move) if isinstance(move, (list, tuple)) else []
+            message = {"role": "assistant", "content": ""}
+            if not calls:
+                raise EnvError(self._wrong(move))
+        if message["role"] != "assistant" or not all(isinstance(call, ToolCall) for call in calls):
+            raise EnvError(self._wrong(move))
+        if calls:
+            message["tool_calls"] = [self._named(call) for call in calls]
+        return message
+
+    def _named(self, call: ToolCall) -> ToolCall:
+        self._calls += 1
+        return call if call.id else replace(call, id=f"call_{self._calls}")
+
+    def _wrong(self, move: Any) -> str:
+        return (
+            f"{self._name}.solve yielded {shown(move)}: yield tool_call(name, argument=value), a list of such calls, a "
+            "text, or a message whose role is 'assistant'"
+        )
+
+
+def solver_of(env: Env) -> Solver | None:
+    """Return what drives an environment's reference solution, or None where it has none.
+
+    Raises:
+        EnvError: ``solve`` raised, or is no generator.
+    """
+    name = type(env).__qualname__
+    try:
+        solution: Any = env.solve()
+    except TurnwiseError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise EnvError(f"{name}.solve raised {type(error).__name__}: {error}") from error
+    if solution is None:
+        return None
+    if not isinstance(solution, (Generator, AsyncGenerator)):
+        raise EnvError(f"{name}.solve returned {shown(solution)}: write it as a generator, with yield")
+    return Solver(name, solution)
+
+
+async def play_solution(env: Env, *, max_steps: int = 1_000) -> list[tuple[Message, StepResult]]:
+    """Play the reference solution in an environment that was reset, to the end of the episode.
+
+    Args:
+        env: The environment.
+        max_steps: After so many messages it is given up.
+
+    Returns:
+        Each message and what the step with it did; the last one ended the episode.
+
+    Raises:
+        EnvError: There is no solution, it broke its contract, or it does not end the episode.
+    """
+    solver = solver_of(env)
+    if solver is None:
+        raise EnvError(f"{type(env).__qualname__} has no reference solution: write solve()")
+    played: list[tuple[Message, StepResult]] = []
+    observation: list[Message] | None = None
+    try:
+        while len(played) < max_steps:
+            message = await solver.next(observation)
+            if message is None:
+                break
+            result: StepResult = await invoke(env, "step", message)
+            played.append((message, result))
+            if result.terminated or result.truncated:
+                return played
+            observation = as_messages(result.observation)
+    finally:
+        await solver.close()
+    raise EnvError(
+        f"{type(env).__qualname__}.solve does not end the episode within {len(played)} messages: its last move must be "
+        "one that a step terminates on, such as the final text"
+    )

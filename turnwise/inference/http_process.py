@@ -1,0 +1,119 @@
+"""The outside of a server's process: its port, its report, its end.
+
+Owns: :class:`HTTPProcess`, which every server of this package runs in. Refuses: what is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from turnwise.errors import InferenceError, MissingExtraError
+
+_log = logging.getLogger(__name__)
+
+
+class HTTPProcess:
+    """Binds a port at once, and serves on it later. The process ends with its parent: see ``lifeline``.
+
+    Args:
+        host: Address to bind.
+        port: Port to bind; 0 takes a free one.
+        log_level: Of uvicorn.
+        lifeline: Inherited descriptor whose end of file ends this process, or None.
+
+    Raises:
+        InferenceError: The port cannot be bound.
+        MissingExtraError: A package of the extra ``serve`` is missing.
+    """
+
+    def __init__(self, host: str, port: int, log_level: str, lifeline: int | None) -> None:
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise MissingExtraError("uvicorn", "serve", "an inference server") from error
+        if lifeline is not None:
+            _watch_parent(lifeline)
+        self._began = time.monotonic()
+        self._uvicorn = uvicorn
+        self._log_level = log_level
+        self._listener = _bind(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def run(
+        self,
+        app: Any,
+        on_loop: Callable[[], None],
+        *,
+        what: str,
+        report_fd: int | None = None,
+        report: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Serve until SIGTERM or SIGINT.
+
+        Args:
+            app: An ASGI application.
+            on_loop: Called on the event loop before the first request.
+            what: What is served, for the log.
+            report_fd: Inherited descriptor that one line of JSON (port, pid, ``report``) is written to.
+            report: What else stands in that line.
+        """
+        options = self._uvicorn.Config(
+            app,
+            log_config=None,
+            log_level=self._log_level,
+            access_log=False,
+            lifespan="off",
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            timeout_keep_alive=3600,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+            date_header=False,
+        )
+        server = self._uvicorn.Server(options)
+
+        async def main() -> None:
+            on_loop()
+            await server.serve(sockets=[self._listener])
+
+        # From here on the kernel queues connections until the loop takes them.
+        self._listener.listen(2048)
+        _log.info("serving %s on %s after %.1f s", what, self.address, time.monotonic() - self._began)
+        if report_fd is not None:
+            os.write(report_fd, orjson.dumps({"port": self.port, "pid": os.getpid(), **(report or {})}) + b"\n")
+            os.close(report_fd)
+        import uvloop
+
+        uvloop.run(main())
+
+
+def _watch_parent(descriptor: int) -> None:
+    """End this process, whatever it is doing, when the other end of the pipe is closed."""
+
+    def wait() -> None:
+        while os.read(descriptor, 4096):
+            pass
+        _log.info("the parent is gone")
+        os._exit(0)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise InferenceError(f"{host}:{port} cannot be bound ({error.strerror}): choose another port, or 0") from error
+    return listener

@@ -1,0 +1,145 @@
+"""Group rewards: what a trajectory is worth beside the others of its group.
+
+Owns: :class:`GroupRewarder`, which runs one function on each finished group and notes what it says. Refuses: knowing
+any such function (``envs/rewards/groups.py`` ships some). A function that fails makes the group's trajectories errors,
+never a reward of zero.
+
+Trajectories are written when their group is complete, so that what stands on disk holds its rewards. What a
+cancellation or a failure leaves of a group is written as it is, with an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
+
+from turnwise.envs.core import Env
+from turnwise.envs.results import finite, named_numbers
+from turnwise.envs.rewards.core import call_function
+from turnwise.envs.rewards.loading import describe, load_function
+from turnwise.envs.rewards.parts import is_async
+from turnwise.errors import ConfigError, EnvError, shown
+from turnwise.inference.canonical import clean
+from turnwise.rollout.config import GroupRewardConfig
+from turnwise.tasks import Task
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
+
+Write = Callable[[Trajectory], None]
+
+
+class GroupRewarder:
+    """Rewards groups by one function, any number of them at the same time."""
+
+    def __init__(
+        self, config: GroupRewardConfig, *, write: Write | None, save_messages: bool, executor: Executor | None
+    ) -> None:
+        """Load the function.
+
+        Args:
+            config: Which one, and how long it may take.
+            write: Called with every trajectory, once it will not change any more.
+            save_messages: Whether trajectories keep their messages when the function has seen them.
+            executor: Where a plain function runs.
+
+        Raises:
+            ConfigError: It cannot be loaded, or does not take ``(task, trajectories)``.
+        """
+        where = "rollout.group_reward"
+        self._function = load_function(config.function, config.arguments, where)
+        try:
+            inspect.signature(self._function).bind(None, [])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{where}: {describe(self._function)} cannot be called as f(task, trajectories): {error}"
+            ) from error
+        self._config = config
+        self._label = f"group reward {describe(self._function)}"
+        self._write = write
+        self._save_messages = save_messages
+        # An environment of no episode, which lends its threads.
+        self._lender = Env()
+        self._lender.executor = executor
+        self._held: defaultdict[str, list[Trajectory]] = defaultdict(list)
+
+    def take(self, trajectory: Trajectory) -> None:
+        """Take what an episode left, to be written with its group; one that failed is written at once."""
+        if trajectory.error is not None or trajectory.stop_reason in (StopReason.ERROR, StopReason.CANCELLED):
+            self._put(trajectory)
+        else:
+            self._held[trajectory.episode_id.rpartition("/")[0]].append(trajectory)
+
+    async def reward(self, task: Task, group: TrajectoryGroup) -> TrajectoryGroup:
+        """Note what the function says of the members' main trajectories, and write the group.
+
+        Returns:
+            The group; without trajectories, all of them failed, where the function failed.
+        """
+        members = [each for each in group.trajectories if each.agent == "main"]
+        skipped = group.partition == "val" and not self._config.in_evaluation
+        if members and not skipped:
+            began = time.monotonic()
+            try:
+                values = await self._values(task, members)
+            except EnvError as error:
+                self.abandon(group.id, f"{type(error).__name__}: {error}", StopReason.ERROR)
+                return replace(group, trajectories=[], failed=group.failed + len(members))
+            for member, named in zip(members, values, strict=True):
+                self._note(member, named)
+                member.metrics["group/seconds"] = time.monotonic() - began
+        for trajectory in self._held.pop(group.id, ()):
+            self._put(trajectory)
+        return group
+
+    def abandon(self, group_id: str, error: str, reason: StopReason) -> None:
+        """Write what is held of a group that gets no reward.
+
+        Args:
+            group_id: The group.
+            error: Why.
+            reason: How its trajectories ended.
+        """
+        for trajectory in self._held.pop(group_id, ()):
+            trajectory.error, trajectory.stop_reason = clean(error), reason
+            self._put(trajectory)
+
+    def _put(self, trajectory: Trajectory) -> None:
+        if not self._save_messages:
+            trajectory.segments = [replace(segment, messages=()) for segment in trajectory.segments]
+        if self._write is not None:
+            self._write(trajectory)
+
+    def _note(self, trajectory: Trajectory, named: Mapping[str, float]) -> None:
+        weight = self._config.weight
+        for name, value in named.items():
+            trajectory.metrics[f"group/{name}"] = value
+            if weight:
+                trajectory.rewards.append((None, name, weight * value))
+
+    async def _values(self, task: Task, members: Sequence[Trajectory]) -> list[dict[str, float]]:
+        values: Any = await call_function(
+            self._function,
+            (task, list(members)),
+            {},
+            env=self._lender,
+            what=self._label,
+            timeout=self._config.timeout,
+            inline=is_async(self._function),
+        )
+        if not isinstance(values, (list, tuple)) or len(values) != len(members):
+            raise EnvError(
+                f"{self._label} returned {shown(values)}: it must be a list with one entry for each of the "
+                f"{len(members)} trajectories"
+            )
+        where = f"{self._label} returned"
+        return [
+            {name: finite(each, f"{where} {name!r}:") for name, each in named_numbers(value, where).items()}
+            if isinstance(value, Mapping)
+            else {"group": finite(value, where)}
+            for value in values
+        ]

@@ -1,0 +1,171 @@
+"""What a run asks of its tasks before it starts.
+
+Owns: :func:`task_source` (whose tasks, where nobody named some), :class:`PromptLimit` (which tasks are too long),
+:func:`check_specs` (whether what tasks name can be made) and :func:`made_env`. Refuses: resetting environments; what
+they add to a prompt when they reset is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+from turnwise.agents.core import make_agent
+from turnwise.envs.core import Env, invoke
+from turnwise.envs.registration import env_class, make
+from turnwise.errors import ConfigError, EnvError, TaskError, TurnwiseError
+from turnwise.inference.canonical import canonical_messages
+from turnwise.inference.core import Renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.tasks import Sources, Task
+from turnwise.tools.core import Tool
+from turnwise.tools.loading import Toolbox
+from turnwise.tools.selection import selected
+from turnwise.types import ToolSchema
+
+# The agent that offers the model no tools, whatever the environment has.
+_WITHOUT_TOOLS = "single_turn"
+_SPECS_CHECKED = 32
+
+
+def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sources:
+    """Return the tasks that are named, else those that the environment names itself.
+
+    Args:
+        tasks: What the configuration says.
+        rollout: Names the environment.
+        key: Where it would say so, for messages.
+
+    Raises:
+        ConfigError: Neither names any.
+        RegistryError: There is no such environment.
+    """
+    if tasks is not None:
+        return tasks
+    default = env_class(rollout.env.name).default_tasks
+    if default is None:
+        raise ConfigError(
+            f"{key}: missing, and the environment {rollout.env.name!r} names no tasks of its own (default_tasks): name "
+            "a file of tasks, or pkg.module:function"
+        )
+    return default
+
+
+class PromptLimit:
+    """Leaves tasks out whose prompt is too long; made by :meth:`create`.
+
+    Counted are the ids of the first request of an episode that begins with the task's own prompt: its messages, the
+    tools of its environment (those that the task selects) and the generation prompt. What an environment adds when it
+    resets, or draws then, is not counted.
+
+    Args:
+        limit: The most tokens of a prompt.
+        renderer: Messages to ids.
+        rollout: Environment and agent, unless a task names its own.
+        loaded: The tools that the configuration loads for its environment.
+    """
+
+    def __init__(self, limit: int, renderer: Renderer, rollout: RolloutConfig, loaded: Sequence[Tool] = ()) -> None:
+        self._limit = limit
+        self._renderer = renderer
+        self._rollout = rollout
+        self._loaded = loaded
+        self._toolsets: dict[str, dict[str, Tool]] = {}
+
+    @classmethod
+    async def create(cls, limit: int | None, renderer: Renderer, rollout: RolloutConfig) -> Self | None:
+        """Make one; without a limit nothing is left out, and this is None.
+
+        Raises:
+            ConfigError: The configured tools cannot be loaded.
+            EnvError: An MCP server of theirs cannot be reached.
+        """
+        if limit is None:
+            return None
+        async with Toolbox(rollout.env.tools) as toolbox:
+            return cls(limit, renderer, rollout, await toolbox.tools())
+
+    def __call__(self, task: Task) -> str | None:
+        """Return why a task is left out, or None.
+
+        Raises:
+            TaskError: Its prompt cannot be rendered.
+        """
+        return f"more than {self._limit} tokens" if self.tokens(task) > self._limit else None
+
+    def tokens(self, task: Task) -> int:
+        """Return how many tokens the prompt of a task has.
+
+        Raises:
+            TaskError: It cannot be rendered, or its environment cannot be made.
+        """
+        try:
+            return len(self._renderer.render(canonical_messages(task.messages()), self._tools(task)))
+        except TaskError:
+            raise
+        except TurnwiseError as error:
+            raise TaskError(f"task {task.id!r}: its prompt cannot be counted: {error}") from error
+
+    def _tools(self, task: Task) -> list[ToolSchema]:
+        if (task.agent or self._rollout.agent.name) == _WITHOUT_TOOLS:
+            return []
+        key = _spec_key(task.env, task.env_config)
+        if key not in self._toolsets:
+            self._toolsets[key] = self._toolset(task)
+        return [tool.schema for tool in selected(self._toolsets[key], task).values()]
+
+    def _toolset(self, task: Task) -> dict[str, Tool]:
+        name = task.env or self._rollout.env.name
+        env = made_env(task, self._rollout)
+        if name == self._rollout.env.name and self._loaded:
+            env.add_tools(self._loaded)
+        return env.toolset()
+
+
+async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
+    """Make each environment and agent once that tasks name, to see that it can be made; the first 32 different ones.
+
+    Raises:
+        TaskError: One cannot; the message names the first task that it was named by.
+    """
+    envs: dict[str, Task] = {}
+    agents: dict[str, Task] = {}
+    for task in tasks:
+        if task.env is not None or task.env_config:
+            envs.setdefault(_spec_key(task.env, task.env_config), task)
+        if task.agent is not None or task.agent_config:
+            agents.setdefault(_spec_key(task.agent, task.agent_config), task)
+    for task in list(envs.values())[:_SPECS_CHECKED]:
+        with contextlib.suppress(EnvError):
+            await invoke(made_env(task, rollout), "close")
+    for task in list(agents.values())[:_SPECS_CHECKED]:
+        name = task.agent or rollout.agent.name
+        config = rollout.agent.config if name == rollout.agent.name else {}
+        try:
+            make_agent(name, **{**config, **task.agent_config})
+        except TurnwiseError as error:
+            raise TaskError(f"task {task.id!r}: its agent cannot be made: {error}") from error
+
+
+def made_env(task: Task, rollout: RolloutConfig) -> Env:
+    """Make the environment of a task's episodes, without the tools that the configuration loads for it.
+
+    Raises:
+        TaskError: It cannot be made.
+    """
+    name = task.env or rollout.env.name
+    config = rollout.env.config if name == rollout.env.name else {}
+    try:
+        return make(name, **{**config, **task.env_config})
+    except TurnwiseError as error:
+        raise TaskError(f"task {task.id!r}: its environment cannot be made: {error}") from error
+    except Exception as error:  # an environment's code: what it raises is named as its own
+        raise TaskError(
+            f"task {task.id!r}: its environment {name!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _spec_key(name: str | None, config: dict[str, Any]) -> str:
+    return f"{name or ''} {json.dumps(config, sort_keys=True, default=repr)}"

@@ -1,0 +1,28 @@
+"""Tasks: the rows of datasets, wherever they come from, and the order in which they are taken."""
+
+from turnwise.tasks.config import SourceConfig, Sources, SpecRow, TasksConfig, sources_of
+from turnwise.tasks.core import Task
+from turnwise.tasks.mix import LoadedTasks, load_mix, open_order
+from turnwise.tasks.order import HeldOrder, LazyOrder, TaskOrder
+from turnwise.tasks.reader import Keep, SourceReport, iter_tasks, load_tasks
+from turnwise.tasks.rows import TaskSource
+
+__all__ = [
+    "HeldOrder",
+    "Keep",
+    "LazyOrder",
+    "LoadedTasks",
+    "SourceConfig",
+    "SourceReport",
+    "Sources",
+    "SpecRow",
+    "Task",
+    "TaskOrder",
+    "TaskSource",
+    "TasksConfig",
+    "iter_tasks",
+    "load_mix",
+    "load_tasks",
+    "open_order",
+    "sources_of",
+]

@@ -1,0 +1,141 @@
+"""The configuration of task sources.
+
+Owns: :class:`SourceConfig` (one source: where its rows are and what is made of them) and :data:`TasksConfig`, what
+``tasks:`` takes in a configuration. Refuses: reading anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from turnwise.config import ConfigReference, ConfigSource
+
+PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
+_FORMS = "a file of tasks, or pkg.module:function"
+
+
+def _said(source: str) -> str:
+    if not source:
+        raise ValueError(_FORMS)
+    return source
+
+
+_Source: TypeAlias = Annotated[ConfigSource, AfterValidator(_said)]
+
+
+class SpecRow(BaseModel):
+    """An environment or an agent that the tasks of a source have unless a row names its own.
+
+    Attributes:
+        name: A registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``; None is the run's.
+        config: Keyword arguments of its constructor, over those that the run gives it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: ConfigReference | None = None
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, (str, Path)) else value
+
+
+class SourceConfig(BaseModel):
+    """One source of tasks.
+
+    Attributes:
+        source: A ``.jsonl`` or ``.parquet`` file, a folder with ``:split``, ``hf://owner/name:split``, or
+            ``pkg.module:function?key=value``.
+        name: What its figures are counted under; by default what the file or function is called.
+        weight: Its share of what is taken from several sources, relative to the others' weights.
+        format: ``turnwise`` (rows have the columns of a task), or ``verl`` (the columns that verl's datasets have).
+        columns: Which column of a row is which field of a task: ``{prompt: question, data.answer: answer}``.
+        map: ``pkg.module:function`` that makes a task (or its columns) of a row, or None to leave it out.
+        env: Environment of its tasks, where a row names none: a name, or ``{name, config}``.
+        agent: The same for the agent.
+        split: Take only this part of the rows, drawn by task id: a row never moves from one part to the other.
+        test_fraction: Share of the rows that are ``test`` where ``split`` is given.
+        id_prefix: Put before the ids of its tasks, where they would be those of another source.
+        limit: Take at most this many tasks.
+        stream: Whether its tasks are read as they are needed, and only so many of them held as ``shuffle_buffer``
+            says; by default where there are more than 100,000 of them.
+        shuffle_buffer: Out of how many a streamed source's next task is drawn.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    source: _Source = Field(description=_FORMS)
+    name: Annotated[str, Field(pattern=r"^[^/\s]+$")] | None = None
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    format: Literal["turnwise", "verl"] = "turnwise"
+    columns: dict[str, str] = Field(default_factory=dict)
+    map: ConfigReference | None = None
+    env: SpecRow = SpecRow()
+    agent: SpecRow = SpecRow()
+    split: Literal["train", "test"] | None = None
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    id_prefix: str = ""
+    limit: PositiveInt | None = None
+    stream: bool | None = None
+    shuffle_buffer: PositiveInt = 10_000
+
+    @field_validator("env", "agent", mode="before")
+    @classmethod
+    def _a_name_is_enough(cls, value: Any) -> Any:
+        return _named(value)
+
+    @field_validator("columns")
+    @classmethod
+    def _targets_are_fields(cls, columns: dict[str, str]) -> dict[str, str]:
+        wrong = [name for name in columns if name not in ("id", "prompt", "env", "agent", "data")]
+        wrong = [name for name in wrong if not (name.startswith("data.") and all(name.split(".")))]
+        if wrong:
+            raise ValueError(f"fields of a task: id, prompt, env, agent, data, data.NAME (not {', '.join(wrong)})")
+        return columns
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        chosen = [name for name, given in self._ways().items() if given]
+        if len(chosen) > 1:
+            raise ValueError(f"one way to read a row (here: {', '.join(chosen)})")
+        if (self.split is None) != (self.test_fraction is None):
+            raise ValueError(
+                "split and test_fraction together (a split of the dataset's own is named in source: folder:train)"
+            )
+        return self
+
+    def _ways(self) -> dict[str, bool]:
+        return {"format: verl": self.format == "verl", "columns": bool(self.columns), "map": self.map is not None}
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "list"
+    return "section" if isinstance(value, (dict, SourceConfig)) else "text"
+
+
+_One: TypeAlias = Annotated[
+    Annotated[_Source, Tag("text")] | Annotated[SourceConfig, Tag("section")],
+    Discriminator(_form),
+]
+TasksConfig: TypeAlias = Annotated[
+    Annotated[_Source, Tag("text")]
+    | Annotated[SourceConfig, Tag("section")]
+    | Annotated[list[_One], Field(min_length=1), Tag("list")],
+    Discriminator(_form),
+]
+"""What ``tasks:`` takes: a source as text, one with its keys, or a list of either, which is a mix."""
+
+
+Sources: TypeAlias = "str | SourceConfig | Sequence[str | SourceConfig]"
+
+
+def sources_of(tasks: Sources) -> list[SourceConfig]:
+    """Return the sources that ``tasks:`` names, each with its keys."""
+    listed = [tasks] if isinstance(tasks, (str, SourceConfig)) else list(tasks)
+    return [each if isinstance(each, SourceConfig) else SourceConfig(source=each) for each in listed]

@@ -1,0 +1,202 @@
+"""What a task is, and how a row becomes one.
+
+Owns: :class:`Task`. Refuses: reading files (``rows.py``), and guessing: a row that cannot be read is an error that
+names where it stands and its field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast, get_args
+
+from turnwise.errors import TaskError, shown
+from turnwise.types import Message, Role, ToolCall
+
+_ROLES = frozenset(get_args(Role))
+_FIELDS = ("id", "prompt", "data", "env", "agent")
+_CALL_FIELDS = frozenset(("id", "name", "arguments", "raw", "error"))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of a dataset.
+
+    Attributes:
+        id: Unique in its dataset; part of every seed, so keep it stable between runs.
+        prompt: What the episode starts from: the user's text, or whole messages.
+        data: What the environment needs to set the task up and to score it. Never shown to the model by itself.
+        env: Registered name or reference of the environment, where it is not the run's.
+        agent: The same for the agent.
+        env_config: Keyword arguments of the environment's constructor, over those that the run gives it.
+        agent_config: The same for the agent.
+        source: What its figures are counted under, where there are several sources; no part of the row.
+    """
+
+    id: str
+    prompt: str | list[Message]
+    data: dict[str, Any] = field(default_factory=dict)
+    env: str | None = None
+    agent: str | None = None
+    env_config: dict[str, Any] = field(default_factory=dict)
+    agent_config: dict[str, Any] = field(default_factory=dict)
+    source: str | None = field(default=None, compare=False)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def messages(self) -> list[Message]:
+        """Return the prompt as a new list of messages; a text is one user message."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return list(self.prompt)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the row as JSON values; :meth:`from_record` reads it back."""
+        prompt = self.prompt if isinstance(self.prompt, str) else [_message_record(each) for each in self.prompt]
+        record: dict[str, Any] = {"id": self.id, "prompt": prompt, "data": self.data}
+        specs = {"env": (self.env, self.env_config), "agent": (self.agent, self.agent_config)}
+        for key, (name, config) in specs.items():
+            if config:
+                record[key] = {"config": config} if name is None else {"name": name, "config": config}
+            elif name is not None:
+                record[key] = name
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], *, where: str = "task", default_id: str | None = None) -> Task:
+        """Read a row. Columns other than those of a task become entries of ``data``.
+
+        Args:
+            record: The row.
+            where: Where it stands, for messages.
+            default_id: The id of a row that has none.
+
+        Raises:
+            TaskError: A field is missing or of the wrong type; the message names it and what to write.
+        """
+        if not isinstance(record, Mapping):
+            raise TaskError(f"{where}: a row is an object with the field 'prompt', not {kind(record)}")
+        data = _data(record, where)
+        env, env_config = read_spec(record.get("env"), f"{where}: field 'env'")
+        agent, agent_config = read_spec(record.get("agent"), f"{where}: field 'agent'")
+        return cls(
+            id=_id(record.get("id"), default_id, where),
+            prompt=_prompt(record, where),
+            data=data,
+            env=env,
+            agent=agent,
+            env_config=env_config,
+            agent_config=agent_config,
+        )
+
+
+def _message_record(message: Message) -> dict[str, Any]:
+    record = cast("dict[str, Any]", dict(message))
+    if message.get("tool_calls"):
+        record["tool_calls"] = [asdict(call) for call in message["tool_calls"]]
+    return record
+
+
+def _id(value: Any, default: str | None, where: str) -> str:
+    if value is None or value == "":
+        if default is None:
+            raise TaskError(f"{where}: field 'id' is missing: give every task a text that names it")
+        return default
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TaskError(f"{where}: field 'id' is {shown(value)}: it must be a text or an integer")
+    return str(value)
+
+
+def _data(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    value = record.get("data")
+    if value is not None and not isinstance(value, Mapping):
+        raise TaskError(f"{where}: field 'data' is {shown(value)}: it must be an object (or be left out)")
+    data = dict(value or {})
+    for key, column in record.items():
+        if not isinstance(key, str):
+            raise TaskError(f"{where}: column {key!r} has a name that is no text")
+        if key in _FIELDS:
+            continue
+        if key in data:
+            raise TaskError(f"{where}: {key!r} is a column of the row and an entry of 'data' too: keep one of them")
+        data[key] = column
+    return data
+
+
+def read_spec(value: Any, where: str) -> tuple[str | None, dict[str, Any]]:
+    """Return name and configuration of an environment or an agent that a row names.
+
+    Args:
+        value: A name, an object of ``name`` and ``config`` (either may be missing), or nothing.
+        where: What it is, for messages.
+
+    Raises:
+        TaskError: It is something else.
+    """
+    if value is None or value == "":
+        return None, {}
+    if isinstance(value, str):
+        return value, {}
+    if isinstance(value, Mapping) and set(value) <= {"name", "config"}:
+        name, config = value.get("name"), value.get("config")
+        if (name is None or isinstance(name, str)) and (config is None or isinstance(config, Mapping)):
+            return name or None, dict(config or {})
+    raise TaskError(
+        f"{where} is {shown(value)}: it must be a registered name, pkg.module:Class, or an object "
+        '{"name": text, "config": object}'
+    )
+
+
+def _prompt(record: Mapping[str, Any], where: str) -> str | list[Message]:
+    if record.get("prompt") is None:
+        present = ", ".join(repr(key) for key in record) or "none"
+        raise TaskError(
+            f"{where}: field 'prompt' is missing (fields here: {present}): it is the user's text, or a list of messages"
+        )
+    prompt = record["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        raise TaskError(f"{where}: field 'prompt' is {shown(prompt)}: it must be a text or a list of messages")
+    return [_message(each, f"{where}: field 'prompt[{index}]'") for index, each in enumerate(prompt)]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise TaskError(f"{where} is {shown(value)}: a message is an object with 'role' and 'content'")
+    if value.get("role") not in _ROLES:
+        raise TaskError(f"{where}.role is {shown(value.get('role'))}: allowed are {', '.join(sorted(_ROLES))}")
+    content = value.get("content")
+    if content is not None and not isinstance(content, (str, list)):
+        raise TaskError(f"{where}.content is {shown(content)}: it must be a text or a list of parts")
+    # Columnar files write every field that any row has: a null says no more than its absence.
+    message = {key: item for key, item in value.items() if item is not None or key == "content"}
+    if message.get("tool_calls"):
+        if not isinstance(value["tool_calls"], (list, tuple)):
+            raise TaskError(f"{where}.tool_calls is {shown(value['tool_calls'])}: it must be a list of calls")
+        message["tool_calls"] = [_call(each, f"{where}.tool_calls[{n}]") for n, each in enumerate(value["tool_calls"])]
+    return cast("Message", message)
+
+
+def _call(value: Any, where: str) -> ToolCall:
+    if isinstance(value, ToolCall):
+        return value
+    known = isinstance(value, Mapping) and set(value) <= _CALL_FIELDS
+    if not known or not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), Mapping):
+        raise TaskError(
+            f'{where} is {shown(value)}: write {{"id": text, "name": text, "arguments": object}}, '
+            "with the arguments as an object and not as JSON text"
+        )
+    return ToolCall(
+        id=str(value.get("id") or ""),
+        name=value["name"],
+        arguments=dict(value.get("arguments", {})),
+        raw=str(value.get("raw") or ""),
+        error=value.get("error"),
+    )
+
+
+def kind(value: Any) -> str:
+    """Return what a message calls a value that is not what it should be."""
+    return f"a value of type {type(value).__name__}"

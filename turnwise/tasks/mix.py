@@ -1,0 +1,295 @@
+"""Several sources together.
+
+Owns: :func:`open_order` (training: an order without an end, in which each source has its share) and :func:`load_mix`
+(evaluation: every task once), for one source as for many. Refuses: reading a source (``reader.py``) and the order
+within one (``order.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from turnwise.errors import TaskError
+from turnwise.seeding import stable_hash
+from turnwise.tasks.config import SourceConfig, Sources, sources_of
+from turnwise.tasks.core import Task
+from turnwise.tasks.order import HeldOrder, LazyOrder, TaskOrder, left_out
+from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
+
+# Sources with more tasks than this are streamed, unless they say otherwise.
+HELD_AT_MOST = 100_000
+
+
+class Shares:
+    """Whose turn it is, such that at any time each source was taken as often as its share says, to within one task.
+
+    With k sources, of which i has the share p_i and was taken x_i times before turn n, those with
+    n p_i - x_i >= 1 / (2k - 2) may be next, and of them the one is whose share will be used up first: the least
+    (1 - 1 / (2k - 2) - (n p_i - x_i)) / p_i. Then |n p_i - x_i| <= 1 - 1 / (2k - 2) always holds (Tijdeman 1980, "The
+    chairman assignment problem").
+
+    Args:
+        weights: By source; shares are weights over their sum.
+        seed: Decides between sources whose turn it is equally.
+    """
+
+    def __init__(self, weights: Mapping[str, float], *, seed: int = 0) -> None:
+        # As they are written: one tenth is 1/10, not the number that a float has for it.
+        exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
+        total = sum(exact.values())
+        self._shares = {name: weight / total for name, weight in exact.items()}
+        self._ties = {name: stable_hash("mix", seed, name) for name in weights}
+        self._least = Fraction(1, max(2 * len(weights) - 2, 1))
+
+    def next(self, taken: Mapping[str, int]) -> str:
+        """Return whose turn it is.
+
+        Args:
+            taken: How often each was taken before.
+        """
+        if len(self._shares) == 1:
+            return next(iter(self._shares))
+        turn = sum(taken.values()) + 1
+        owed = {name: turn * share - taken[name] for name, share in self._shares.items()}
+        able = [name for name in owed if owed[name] >= self._least]
+        return min(able, key=lambda name: ((1 - self._least - owed[name]) / self._shares[name], self._ties[name]))
+
+
+class MixedOrder(TaskOrder):
+    """Takes from several orders by their shares. It has no epochs of its own; each source has.
+
+    Args:
+        members: The orders, by the name of their source.
+        weights: Their weights, by the same names.
+        seed: Decides between sources whose turn it is equally.
+        state: Where the mix stood; the members have gone on from theirs.
+    """
+
+    epoch = 0
+
+    def __init__(
+        self,
+        members: Mapping[str, TaskOrder],
+        weights: Mapping[str, float],
+        *,
+        seed: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._members = members
+        self._shares = Shares(weights, seed=seed)
+        before = {} if state is None else state["sources"]
+        self._taken = {name: int(before[name]["taken"]) if before else 0 for name in members}
+        self.position = sum(self._taken.values())
+
+    def next(self) -> tuple[Task, int]:
+        """Return the next task, and the epoch of its source."""
+        name = self._shares.next(self._taken)
+        found = self._members[name].next()
+        self._taken[name] += 1
+        self.position += 1
+        return found
+
+    def ahead(self) -> Iterable[Task]:
+        """Return the tasks of all sources that are in memory now."""
+        return itertools.chain.from_iterable(order.ahead() for order in self._members.values())
+
+    def state(self) -> dict[str, Any]:
+        """Return where this and its members stand."""
+        sources = {name: {"taken": self._taken[name], **order.state()} for name, order in self._members.items()}
+        return {"epoch": self.epoch, "position": self.position, "sources": sources}
+
+    def dropped(self) -> dict[str, int]:
+        """Return how many rows of all sources were left out so far, by reason."""
+        total: Counter[str] = Counter()
+        for order in self._members.values():
+            total.update(order.dropped())
+        return dict(total)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTasks:
+    """Tasks in memory, and what became of the rows of their sources."""
+
+    tasks: list[Task]
+    reports: list[SourceReport]
+
+
+def open_order(
+    tasks: Sources,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    limit: int | None = None,
+    keep: Keep | None = None,
+    state: Mapping[str, Any] | None = None,
+    held_at_most: int = HELD_AT_MOST,
+) -> tuple[TaskOrder, list[SourceReport]]:
+    """Return the order in which tasks are trained.
+
+    Args:
+        tasks: One source, or several that are mixed by their weights.
+        seed: Decides the order.
+        shuffle: Whether tasks are shuffled within their source.
+        limit: Take at most so many of a single source.
+        keep: Says which tasks are left out.
+        state: Where to go on (:meth:`TaskOrder.state`); the beginning where it is None.
+        held_at_most: Sources with more tasks are streamed, unless they say otherwise.
+
+    Returns:
+        The order, and a report of each source.
+
+    Raises:
+        TaskError: A source cannot be read or holds no task, two tasks have the same id, or the state is another mix's.
+    """
+    sources = _opened(tasks, keep)
+    if limit is not None and len(sources) > 1:
+        raise TaskError(f"task_limit is {limit}, but there are {len(sources)} sources: give each a limit of its own")
+    if len(sources) == 1:
+        [source] = sources
+        return _order(source, seed, shuffle, _least(limit, source.config.limit), state, held_at_most, {})
+    _check_state(sources, state)
+    orders: dict[str, TaskOrder] = {}
+    reports: list[SourceReport] = []
+    places: dict[str, str] = {}
+    for source in sources:
+        own = None if state is None else state["sources"][source.name]
+        # A seed of its own: sources of equal length would else be shuffled alike.
+        own_seed = stable_hash("source", seed, source.name)
+        order, report = _order(source, own_seed, shuffle, source.config.limit, own, held_at_most, places)
+        orders[source.name] = order
+        reports += report
+    weights = {source.name: source.config.weight for source in sources}
+    return MixedOrder(orders, weights, seed=seed, state=state), reports
+
+
+def load_mix(tasks: Sources, *, limit: int | None = None, keep: Keep | None = None) -> LoadedTasks:
+    """Load the tasks of one or several sources, each once.
+
+    Args:
+        tasks: The sources.
+        limit: Take at most so many, from several sources by their weights. A source that has no more gives the others
+            its turns.
+        keep: Says which tasks are left out.
+
+    Raises:
+        TaskError: A source cannot be read or holds no task, or two tasks have the same id.
+    """
+    sources = _opened(tasks, keep)
+    held: dict[str, list[Task]] = {}
+    reports: list[SourceReport] = []
+    places: dict[str, str] = {}
+    for source in sources:
+        collected = Collected()
+        collected.take(source.reader.read(), _least(limit, source.config.limit))
+        if not collected.tasks:
+            raise TaskError(f"{source.label} holds no task{left_out(collected.dropped)}")
+        _check_apart(collected.places, places)
+        held[source.name] = collected.tasks
+        reports.append(SourceReport(source.name, len(collected.tasks), collected.dropped))
+    if limit is not None and len(sources) > 1:
+        counts = _divided(limit, {name: len(found) for name, found in held.items()}, sources)
+        held = {name: found[: counts[name]] for name, found in held.items()}
+        for report in reports:
+            report.tasks = counts[report.name]
+    return LoadedTasks([task for found in held.values() for task in found], reports)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    config: SourceConfig
+    reader: TaskReader
+
+    @property
+    def name(self) -> str:
+        return self.reader.name
+
+    @property
+    def label(self) -> str:
+        return f"the task source {self.config.source}"
+
+
+def _opened(tasks: Sources, keep: Keep | None) -> list[_Source]:
+    configs = sources_of(tasks)
+    sources = [_Source(each, TaskReader(each, keep=keep, named=len(configs) > 1)) for each in configs]
+    for name, count in Counter(source.name for source in sources).items():
+        if count > 1:
+            raise TaskError(f"{count} sources are called {name!r}: give each a 'name' of its own")
+    return sources
+
+
+def _order(
+    source: _Source,
+    seed: int,
+    shuffle: bool,
+    limit: int | None,
+    state: Mapping[str, Any] | None,
+    held_at_most: int,
+    places: dict[str, str],
+) -> tuple[TaskOrder, list[SourceReport]]:
+    config, reader = source.config, source.reader
+    most = None if config.stream is False else held_at_most
+    if not config.stream:
+        collected = Collected()
+        # One more than may be held says that there are more.
+        collected.take(reader.read(), _least(limit, None if most is None else most + 1))
+        if most is None or len(collected.tasks) <= most:
+            _check_apart(collected.places, places)
+            order = HeldOrder(
+                collected.tasks, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=collected.dropped
+            )
+            return order, [SourceReport(source.name, len(collected.tasks), collected.dropped)]
+    lazy = LazyOrder(reader, seed=seed, shuffle=shuffle, buffer=config.shuffle_buffer, limit=limit, state=state)
+    return lazy, [SourceReport(source.name, None, Counter(lazy.dropped()))]
+
+
+def _check_apart(own: Mapping[str, str], places: dict[str, str]) -> None:
+    """Refuse an id that another source has too."""
+    both = next((task_id for task_id in own if task_id in places), None)
+    if both is not None:
+        raise TaskError(
+            f"{own[both]}: the id {both!r} is that of a task of another source ({places[both]}): give one of the two "
+            "sources an id_prefix"
+        )
+    places.update(own)
+
+
+def _check_state(sources: Sequence[_Source], state: Mapping[str, Any] | None) -> None:
+    if state is None:
+        return
+    known, names = sorted(state.get("sources", {})), sorted(source.name for source in sources)
+    if known != names:
+        raise TaskError(
+            f"the checkpoint was made with the task sources {', '.join(known) or '(one)'}, and now they are "
+            f"{', '.join(names)}: resume with the same ones, or start a new run"
+        )
+
+
+def _divided(limit: int, sizes: Mapping[str, int], sources: Sequence[_Source]) -> dict[str, int]:
+    """Return how many tasks of each source are taken, ``limit`` in all where there are so many."""
+    counts = dict.fromkeys(sizes, 0)
+    for name in _turns({source.name: source.config.weight for source in sources}, sizes):
+        if sum(counts.values()) == limit:
+            break
+        counts[name] += 1
+    return counts
+
+
+def _turns(weights: Mapping[str, float], sizes: Mapping[str, int]) -> Iterator[str]:
+    left = dict(sizes)
+    while left:
+        shares, taken = Shares({name: weights[name] for name in left}), dict.fromkeys(left, 0)
+        while all(left.values()):
+            name = shares.next(taken)
+            taken[name] += 1
+            left[name] -= 1
+            yield name
+        left = {name: count for name, count in left.items() if count}
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)

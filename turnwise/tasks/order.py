@@ -1,0 +1,273 @@
+"""The order in which the tasks of a source are taken, and where that stands.
+
+Owns: :class:`TaskOrder`, the contract, :class:`HeldOrder` for tasks in memory and :class:`LazyOrder` for those that
+are read as they are needed. Refuses: reading (``reader.py``). Where an order stands is plain JSON, and the order
+depends on nothing else but its seed: what goes on from a state takes the tasks that would have followed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from turnwise.errors import TaskError
+from turnwise.seeding import stable_hash
+from turnwise.tasks.core import Task
+from turnwise.tasks.reader import Read, TaskReader, check_new
+
+# How many tasks are read ahead where none are shuffled: what is wrong with them is said before training starts.
+_AHEAD = 100
+_REMEDY = "resume with the same tasks, or start a new run"
+
+
+class TaskOrder(ABC):
+    """Tasks, one after the other, without an end.
+
+    Attributes:
+        epoch: How often the source was gone through.
+        position: How many tasks of the current epoch were taken.
+    """
+
+    epoch: int
+    position: int
+
+    @abstractmethod
+    def next(self) -> tuple[Task, int]:
+        """Return the next task, and the epoch that it belongs to.
+
+        Raises:
+            TaskError: A row that was reached cannot be read.
+        """
+
+    @abstractmethod
+    def ahead(self) -> Iterable[Task]:
+        """Return the tasks that are in memory now."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return where this stands, as JSON values."""
+
+    @abstractmethod
+    def dropped(self) -> dict[str, int]:
+        """Return how many rows were left out so far, by reason."""
+
+
+class HeldOrder(TaskOrder):
+    """Goes through tasks in memory again and again; each epoch is shuffled as a whole, by a seed.
+
+    Args:
+        tasks: The tasks.
+        seed: Decides every epoch's order.
+        shuffle: Whether they are shuffled; else they keep their order.
+        state: Where to go on; the beginning where it is None.
+        name: What the source is called in messages.
+        dropped: How many rows were left out when they were read, by reason.
+
+    Raises:
+        TaskError: There is no task, or the state does not fit them.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        state: Mapping[str, Any] | None = None,
+        name: str = "tasks",
+        dropped: Mapping[str, int] | None = None,
+    ) -> None:
+        state = state or {}
+        if not tasks:
+            raise TaskError(f"{name} holds no task{left_out(dropped or {})}")
+        if "buffer" in state:
+            raise TaskError(
+                f"the checkpoint was made while {name} was streamed, and now it is held in memory: {_REMEDY}"
+            )
+        self.epoch = int(state.get("epoch", 0))
+        self.position = int(state.get("position", 0))
+        if self.position > len(tasks):
+            raise TaskError(
+                f"the checkpoint stands at task {self.position} of its epoch, but {name} holds {len(tasks)}: {_REMEDY}"
+            )
+        self._tasks = tasks
+        self._seed = seed
+        self._shuffle = shuffle
+        self._dropped = dict(dropped or {})
+        self._order = self._ordered()
+
+    def next(self) -> tuple[Task, int]:
+        """Return the next task, and the epoch that it belongs to."""
+        if self.position == len(self._tasks):
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._ordered()
+        task = self._tasks[self._order[self.position]]
+        self.position += 1
+        return task, self.epoch
+
+    def ahead(self) -> Iterable[Task]:
+        """Return all tasks."""
+        return self._tasks
+
+    def state(self) -> dict[str, Any]:
+        """Return where this stands."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def dropped(self) -> dict[str, int]:
+        """Return how many rows were left out, by reason."""
+        return self._dropped
+
+    def _ordered(self) -> Sequence[int]:
+        if not self._shuffle:
+            return range(len(self._tasks))
+        rng = np.random.default_rng(stable_hash("order", self._seed, self.epoch))
+        return [int(index) for index in rng.permutation(len(self._tasks))]
+
+
+class LazyOrder(TaskOrder):
+    """Reads tasks as they are needed, and draws the next one out of a buffer of those that were read last.
+
+    An epoch ends when the source does and the buffer is empty: each of its tasks was then taken once. A state names the
+    rows that the buffer held, and the next one to read.
+
+    Args:
+        reader: Reads the source.
+        seed: Decides what is drawn.
+        shuffle: Whether tasks are drawn; else they keep their order.
+        buffer: How many are held at most where they are drawn.
+        limit: Take at most so many in an epoch.
+        state: Where to go on; the beginning where it is None.
+
+    Raises:
+        TaskError: One of the first tasks cannot be read, there is none, or the state does not fit the source.
+    """
+
+    def __init__(
+        self,
+        reader: TaskReader,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        buffer: int = 10_000,
+        limit: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._reader = reader
+        self._seed = seed
+        self._shuffle = shuffle
+        self._size = buffer if shuffle else min(buffer, _AHEAD)
+        self._limit = limit
+        self._dropped: Counter[str] = Counter()
+        self.epoch = 0
+        if state is None:
+            self._begin()
+        else:
+            self._restore(state)
+
+    def next(self) -> tuple[Task, int]:
+        """Return the next task, and the epoch that it belongs to."""
+        if not self._buffer:
+            self.epoch += 1
+            self._begin()
+        count = len(self._buffer)
+        index = stable_hash("draw", self._seed, self.epoch, self.position) % count if self._shuffle else 0
+        follows = self._pull()
+        _, task = self._buffer[index]
+        self._ids.pop(task.id)
+        if not self._shuffle:
+            self._buffer.pop(0)
+        elif follows is None:
+            self._buffer[index] = self._buffer[-1]
+            self._buffer.pop()
+        if follows is not None:
+            self._hold(follows, index if self._shuffle else None)
+        self.position += 1
+        return task, self.epoch
+
+    def ahead(self) -> Iterable[Task]:
+        """Return the tasks of the buffer."""
+        return [task for _, task in self._buffer]
+
+    def state(self) -> dict[str, Any]:
+        """Return where this stands."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "read": self._read,
+            "buffer": [number for number, _ in self._buffer],
+            "dropped": dict(self._dropped),
+        }
+
+    def dropped(self) -> dict[str, int]:
+        """Return how many rows were left out so far, all epochs together, by reason."""
+        return dict(self._dropped)
+
+    def _begin(self) -> None:
+        self.position = 0
+        self._read = 0
+        self._buffer: list[tuple[int, Task]] = []
+        self._ids: dict[str, str] = {}
+        self._rows: Iterator[Read] = self._reader.read()
+        while len(self._buffer) < self._size and (follows := self._pull()) is not None:
+            self._hold(follows)
+        if not self._buffer:
+            raise TaskError(f"{self._reader.name} holds no task{left_out(self._dropped)}")
+
+    def _pull(self) -> Read | None:
+        """Return the next row that has a task, or None where the epoch has no more."""
+        if self._limit is not None and self.position + len(self._buffer) >= self._limit:
+            return None
+        for read in self._rows:
+            self._read = read.number + 1
+            if read.dropped:
+                self._dropped[read.dropped] += 1
+            if read.task is not None:
+                check_new(read.task.id, read.where, self._ids.get(read.task.id))
+                return read
+        return None
+
+    def _hold(self, read: Read, index: int | None = None) -> None:
+        assert read.task is not None
+        self._ids[read.task.id] = read.where
+        if index is None:
+            self._buffer.append((read.number, read.task))
+        else:
+            self._buffer[index] = (read.number, read.task)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        name = self._reader.name
+        if "buffer" not in state:
+            raise TaskError(
+                f"the checkpoint was made while {name} was held in memory, and now it is streamed: {_REMEDY}"
+            )
+        self.epoch, self.position, self._read = int(state["epoch"]), int(state["position"]), int(state["read"])
+        self._dropped.update(state["dropped"])
+        wanted = [int(number) for number in state["buffer"]]
+        rows = self._reader.read(min([*wanted, self._read]))
+        missing, held = set(wanted), {}
+        self._rows = rows
+        for read in rows:
+            if read.number >= self._read:
+                self._rows = itertools.chain([read], rows)
+                break
+            if read.number in missing and read.task is not None:
+                held[read.number] = read
+                missing.remove(read.number)
+        if missing:
+            raise TaskError(
+                f"the checkpoint held row {min(missing)} of {name}, which has no such task any more: {_REMEDY}"
+            )
+        self._buffer, self._ids = [], {}
+        for number in wanted:
+            self._hold(held[number])
+
+
+def left_out(dropped: Mapping[str, int]) -> str:
+    """Return what a message about a source without tasks says of those that were left out."""
+    reasons = ", ".join(f"{number:,} ({reason})" for reason, number in dropped.items())
+    return f": all of its rows were left out: {reasons}" if reasons else ""

@@ -1,0 +1,244 @@
+"""The tasks of one source, read one after the other.
+
+Owns: :class:`TaskReader` (rows, what is made of them, which are left out), :func:`load_tasks` and :func:`iter_tasks`.
+Refuses: an order (``order.py``), and several sources together (``mix.py``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+from turnwise.errors import TaskError
+from turnwise.seeding import stable_hash
+from turnwise.tasks.columns import DATA_SOURCE, mapping_of
+from turnwise.tasks.config import SourceConfig, SpecRow
+from turnwise.tasks.core import Task
+from turnwise.tasks.rows import Row, TaskSource, open_rows
+
+Keep: TypeAlias = Callable[[Task], "str | None"]
+"""Returns None for a task to keep, else in some words why it is left out (``more than 512 tokens``)."""
+
+# An endless source of which everything is left out would never end.
+_DROPPED_IN_A_ROW = 100_000
+
+
+class Read(NamedTuple):
+    """One row that was read: its task, or why it is left out (the empty text: it belongs to the other part)."""
+
+    number: int
+    where: str
+    task: Task | None
+    dropped: str = ""
+
+
+@dataclass(slots=True)
+class SourceReport:
+    """What became of a source's rows.
+
+    Attributes:
+        name: The source.
+        tasks: How many tasks it holds; None where it is streamed and nobody knows.
+        dropped: How many rows were left out so far, by reason.
+    """
+
+    name: str
+    tasks: int | None = None
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        count = "streamed" if self.tasks is None else f"{self.tasks:,} task{'' if self.tasks == 1 else 's'}"
+        left_out = "".join(f"; {number:,} left out: {reason}" for reason, number in self.dropped.items())
+        return f"{self.name}: {count}{left_out}{' so far' if self.tasks is None and left_out else ''}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {"name": self.name, "tasks": self.tasks, "dropped": dict(self.dropped)}
+
+
+class TaskReader:
+    """Reads the tasks of a source.
+
+    Args:
+        config: The source, and what is made of its rows.
+        keep: Says which tasks are left out.
+        named: Whether its tasks carry the source's name (there are several sources).
+
+    Attributes:
+        name: What the source is called.
+
+    Raises:
+        TaskError: There is no such source.
+    """
+
+    def __init__(self, config: SourceConfig, *, keep: Keep | None = None, named: bool = False) -> None:
+        self._rows = open_rows(config.source, {})
+        self.name = config.name or self._rows.name
+        self._config = config
+        self._map = mapping_of(config)
+        self._keep = keep
+        self._source = self.name if named or config.name else None
+        self._env_given, self._agent_given = config.env != SpecRow(), config.agent != SpecRow()
+
+    def read(self, start: int = 0) -> Iterator[Read]:
+        """Yield what is read from a row on.
+
+        Raises:
+            TaskError: A row is malformed, or a hundred thousand rows in a row are left out.
+        """
+        left_out = 0
+        for row in self._rows.read(start):
+            read = self._one(row)
+            left_out = left_out + 1 if read.task is None else 0
+            if left_out > _DROPPED_IN_A_ROW:
+                raise TaskError(
+                    f"{self.name}: {left_out:,} rows in a row were left out up to {read.where} "
+                    f"(the last one: {read.dropped or 'not in this split'}): is there one that is not?"
+                )
+            yield read
+
+    def _one(self, row: Row) -> Read:
+        value = self._map(row.value, row.where)
+        if value is None:
+            return Read(row.number, row.where, None, "map returned None")
+        task = _task(value, row)
+        config = self._config
+        if config.test_fraction is not None and _part(task.id, config.test_fraction) != config.split:
+            return Read(row.number, row.where, None)
+        task = self._completed(task)
+        reason = None if self._keep is None else self._keep(task)
+        return Read(row.number, row.where, None if reason else task, reason or "")
+
+    def _completed(self, task: Task) -> Task:
+        """Return a task with what its source gives all of them; what the row says itself stays."""
+        config = self._config
+        changes: dict[str, Any] = {}
+        if config.id_prefix:
+            changes["id"] = f"{config.id_prefix}{task.id}"
+        if self._env_given and task.env is None and not task.env_config:
+            changes |= {"env": config.env.name, "env_config": config.env.config}
+        if self._agent_given and task.agent is None and not task.agent_config:
+            changes |= {"agent": config.agent.name, "agent_config": config.agent.config}
+        if config.format == "verl" and isinstance(task.data.get(DATA_SOURCE), str):
+            changes["source"] = task.data[DATA_SOURCE]
+        elif self._source is not None and task.source is None:
+            changes["source"] = self._source
+        return replace(task, **changes) if changes else task
+
+
+def _task(value: Any, row: Row) -> Task:
+    return value if isinstance(value, Task) else Task.from_record(value, where=row.where, default_id=row.id)
+
+
+def _part(task_id: str, test_fraction: float) -> str:
+    """Return the part of a task: by its id alone, and with a larger fraction only more of them are ``test``."""
+    return "test" if stable_hash("split", task_id) < test_fraction * 2**63 else "train"
+
+
+class Collected:
+    """Tasks that were read, with the places of their ids.
+
+    Attributes:
+        tasks: The tasks.
+        places: Where the task with an id was read.
+        dropped: How many rows were left out, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.places: dict[str, str] = {}
+        self.dropped: Counter[str] = Counter()
+
+    def take(self, rows: Iterable[Read], limit: int | None = None) -> None:
+        """Take tasks until there are no more, or ``limit`` of them.
+
+        Raises:
+            TaskError: Two tasks have the same id.
+        """
+        if limit is not None and len(self.tasks) >= limit:
+            return
+        for number, where, task, dropped in rows:
+            del number
+            if dropped:
+                self.dropped[dropped] += 1
+            if task is None:
+                continue
+            check_new(task.id, where, self.places.get(task.id))
+            self.places[task.id] = where
+            self.tasks.append(task)
+            if limit is not None and len(self.tasks) >= limit:
+                return
+
+
+def check_new(task_id: str, where: str, before: str | None) -> None:
+    """Refuse an id that was given before. Raises TaskError."""
+    if before is not None:
+        raise TaskError(f"{where}: the id {task_id!r} was given before ({before}): ids must be unique in a dataset")
+
+
+def load_tasks(source: TaskSource | SourceConfig, *, limit: int | None = None, **arguments: Any) -> list[Task]:
+    """Load tasks from wherever they are.
+
+    Args:
+        source: One of
+
+            - ``rows.jsonl``: one JSON object per line;
+            - ``rows.parquet`` (extra ``parquet``);
+            - a folder whose files are called after splits (``train.jsonl``, ``test-00000-of-00002.parquet``), or that
+              ``datasets`` wrote or can read (extra ``datasets``); ``folder:split`` where it has several splits;
+            - ``hf://owner/name:split?name=main``, a dataset of the Hugging Face hub, streamed (extra ``datasets``);
+            - ``pkg.module:function`` or ``path/file.py:function``, which returns tasks or rows when it is called.
+              Its arguments may follow as ``?n=200&split=test``;
+            - such a function itself, or any iterable of tasks and rows;
+            - a :class:`~turnwise.tasks.config.SourceConfig`, which also says what is made of the rows.
+        limit: Take at most this many.
+        **arguments: For functions: what they are called with.
+
+    Returns:
+        The tasks, in the order of the source. A row without an id gets one from its number, which does not depend
+        on ``limit``.
+
+    Raises:
+        TaskError: Nothing can be read there, a row is malformed, or two rows have the same id.
+        MissingExtraError: The package that reads this kind of source is not installed.
+    """
+    if limit is not None and limit < 0:
+        raise TaskError(f"limit is {limit}: it must be 0 or more (or None for all rows)")
+    collected = Collected()
+    if limit != 0:
+        collected.take(_reads(source, arguments), limit)
+    return collected.tasks
+
+
+def iter_tasks(source: TaskSource | SourceConfig, **arguments: Any) -> Iterator[Task]:
+    """Yield tasks while they are read: nothing is held but a batch of rows, and the source may be endless.
+
+    Args:
+        source: As in :func:`load_tasks`.
+        **arguments: For functions: what they are called with.
+
+    Raises:
+        TaskError: When it is reached: a row is malformed. Ids are not compared.
+        MissingExtraError: The package that reads this kind of source is not installed.
+    """
+    return (read.task for read in _reads(source, arguments) if read.task is not None)
+
+
+def _reads(source: TaskSource | SourceConfig, arguments: dict[str, Any]) -> Iterator[Read]:
+    if isinstance(source, SourceConfig):
+        if arguments:
+            raise TaskError(f"arguments ({', '.join(arguments)}) are for functions; write them into {source.source}")
+        reads = TaskReader(source).read()
+        return reads if source.limit is None else _limited(reads, source.limit)
+    return (Read(row.number, row.where, _task(row.value, row)) for row in open_rows(source, arguments).read())
+
+
+def _limited(reads: Iterator[Read], limit: int) -> Iterator[Read]:
+    taken = 0
+    for read in reads:
+        yield read
+        taken += read.task is not None
+        if taken == limit:
+            return

@@ -1,0 +1,125 @@
+"""Values that no error may show.
+
+Owns: how tools and environments declare secrets, :func:`with_secrets`, which reads those that a configuration names,
+and :class:`Secrets`, which takes them out of texts. Refuses: guessing; what was not declared is no secret.
+
+A secret is declared as ``pydantic.SecretStr`` in a BaseTool's configuration or in ``tools_kwargs``, as
+``{secret_env: NAME}`` in a BaseTool's configuration (the value of that environment variable, handed over as a
+SecretStr), or in ``secrets`` of a tool or an environment: names of environment variables, or SecretStr values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypeAlias
+from urllib.parse import quote, quote_plus
+
+from pydantic import BaseModel, SecretBytes, SecretStr
+
+from turnwise.errors import ConfigError, ToolSchemaError, shown
+
+Secret: TypeAlias = str | SecretStr
+"""The name of an environment variable whose value is secret, or the value itself."""
+
+REDACTED: Final = "***"
+_FORM: Final = "secret_env"
+_DEPTH: Final = 32
+
+
+class Secrets:
+    """Takes secrets out of texts: as they stand, and as JSON, ``repr`` and URLs write them.
+
+    Args:
+        declared: What ``secrets`` of tools and environments hold.
+        holders: Values that may hold SecretStr objects: dicts, lists, dataclasses, pydantic models.
+    """
+
+    __slots__ = ("_pattern",)
+
+    def __init__(self, declared: Iterable[Secret] = (), *holders: Any) -> None:
+        values = {os.environ.get(each, "") if isinstance(each, str) else each.get_secret_value() for each in declared}
+        for holder in holders:
+            _collect(holder, values, _DEPTH)
+        forms = {form for value in values if value for form in _forms(value)}
+        # Longer ones first: one secret may be the beginning of another.
+        listed = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
+        self._pattern = re.compile(listed) if forms else None
+
+    def redact(self, text: str) -> str:
+        """Return a text without secrets."""
+        return text if self._pattern is None else self._pattern.sub(REDACTED, text)
+
+    def scrub(self, error: BaseException) -> None:
+        """Take secrets out of what an error says."""
+        if self._pattern is not None:
+            error.args = tuple(self.redact(each) if isinstance(each, str) else each for each in error.args)
+
+    def cause(self, error: BaseException) -> BaseException | None:
+        """Return what another error may name as its cause: nothing that shows a secret in a traceback."""
+        return error if self._pattern is None or not self._pattern.search(str(error)) else None
+
+
+def check_secrets(label: str, secrets: Iterable[Secret]) -> tuple[Secret, ...]:
+    """Return declared secrets.
+
+    Raises:
+        ToolSchemaError: They are no list of names and SecretStr values.
+    """
+    found: tuple[Any, ...] = ("",) if isinstance(secrets, (str, SecretStr)) else tuple(secrets)
+    if not all(isinstance(each, SecretStr) or (isinstance(each, str) and each) for each in found):
+        raise ToolSchemaError(
+            f"{label}: secrets must be a list of names of environment variables or of SecretStr values, such as "
+            'secrets=["SEARCH_API_KEY"]'
+        )
+    return found
+
+
+def with_secrets(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a configuration with every ``{secret_env: NAME}`` replaced by the variable's value as a SecretStr.
+
+    Raises:
+        ConfigError: The variable is not set.
+    """
+    return {key: _read(value, f"{where}.{key}") for key, value in config.items()}
+
+
+def _read(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        if set(value) == {_FORM}:
+            name = value[_FORM]
+            if not isinstance(name, str) or not os.environ.get(name):
+                raise ConfigError(
+                    f"{where}: {_FORM} names the environment variable {shown(name)}, which is not set: set it, or name "
+                    "another one"
+                )
+            return SecretStr(os.environ[name])
+        return {key: _read(each, f"{where}.{key}") for key, each in value.items()}
+    return [_read(each, f"{where}[{index}]") for index, each in enumerate(value)] if isinstance(value, list) else value
+
+
+def _collect(value: Any, found: set[str], depth: int) -> None:
+    if isinstance(value, SecretStr):
+        found.add(value.get_secret_value())
+    elif isinstance(value, SecretBytes):
+        found.add(value.get_secret_value().decode("utf-8", "replace"))
+    elif depth and isinstance(value, Mapping):
+        for each in value.values():
+            _collect(each, found, depth - 1)
+    elif depth and isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            _collect(each, found, depth - 1)
+    elif depth and isinstance(value, BaseModel):
+        _collect(dict(value), found, depth - 1)
+    elif depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        _collect({each.name: getattr(value, each.name) for each in dataclasses.fields(value)}, found, depth - 1)
+
+
+def _forms(value: str) -> set[str]:
+    """Return a value as it stands, and as errors of other libraries write it."""
+    text = value.encode("utf-8", "replace").decode()
+    quoted = {quote(text), quote(text, safe=""), quote_plus(text)}
+    return {value, repr(value)[1:-1], json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], *quoted}
