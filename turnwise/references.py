@@ -18,6 +18,9 @@ from typing import Any
 
 from turnwise.errors import ConfigError
 
+# How modules are called that are made of files.
+_FILE = "turnwise_file_"
+
 
 def load_object(reference: str, what: str) -> Any:
     """Return what a reference names.
@@ -74,6 +77,12 @@ def _import(name: str, reference: str, what: str) -> Any:
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
+def place_of(module: str) -> str:
+    """Return what a message calls a module: its name, or the file that :func:`load_file` made it of."""
+    file = vars(sys.modules[module]).get("__file__") if module.startswith(_FILE) and module in sys.modules else None
+    return Path(file).name if file else module
+
+
 def load_file(file: str | Path, what: str) -> ModuleType:
     """Return the module that a Python file makes. It is run when it is first loaded, however often that is asked.
 
@@ -93,7 +102,7 @@ def load_file(file: str | Path, what: str) -> ModuleType:
         # The file is the program that runs: run once more, it would register everything a second time.
         return program
     # A name that only the path decides: the class of an object pickled here is found again elsewhere.
-    name = f"turnwise_file_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    name = f"{_FILE}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]

@@ -17,7 +17,7 @@ def main() -> int:
     from job import Job, run
     from teacher import demonstrations
 
-    return run(Job("calculator", HERE, demonstrations, count=9600), __doc__)
+    return run(Job("calculator", HERE, demonstrations, count=11520), __doc__)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,17 @@ def test_the_same_run_by_the_command_line(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_tasks_of_a_configuration_file_are_not_replaced(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    (tmp_path / "train.yaml").write_text(
+        "name: dice\nsteps: 1\ntasks: rows.jsonl\npolicies: {main: {model: {path: {}}}}\n"
+        "rollout: {env: {name: lookup}}\n".replace("{}", str(model))
+    )
+    done = run(tmp_path, "train", "train.yaml", "--dry-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tasks: rows: 2 tasks" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

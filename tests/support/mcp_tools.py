@@ -8,6 +8,7 @@ import asyncio
 import base64
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required"
 NOTHING = {"type": "object", "properties": {}}
 SCHEMAS = {
     "echo": TEXT, "tree": TREE, "count": NOTHING, "fail": TEXT, "refuse": NOTHING, "die": NOTHING, "hang": NOTHING,
+    "block": NOTHING, "shout": NOTHING,
     "picture": NOTHING, "structured": NOTHING, "mixed": NOTHING, "variable": TEXT,
 }  # fmt: skip
 
@@ -65,6 +67,10 @@ class Tools:
         if name == "hang":
             self.begun.set()
             await asyncio.Event().wait()
+        if name == "block":
+            threading.Event().wait()
+        if name == "shout":
+            print("x" * (3 << 20), file=sys.stderr, flush=True)
         if name == "refuse":
             raise types_error()
         if name == "fail":
@@ -81,6 +87,7 @@ class Tools:
         return {
             "echo": {"content": [text(arguments.get("text", ""))]},
             "tree": {"content": [text(str(arguments))]},
+            "shout": {"content": [text("said")]},
             "count": {"content": [text(str(self.counted))]},
             "picture": {"content": [text("look"), picture]},
             "structured": {"content": [], "structured_content": {"degrees": 21.5}},

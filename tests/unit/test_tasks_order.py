@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.task_rows import CALLS
 from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
-from turnwise.tasks import HeldOrder, SourceConfig, Task, TaskOrder, load_mix, open_order
+from turnwise.tasks import HeldOrder, SourceConfig, Task, TaskOrder, load_mix, mix, open_order, reader
 from turnwise.tasks.mix import Shares
 
 KINDS = ("held", "streamed", "in order", "function", "starting", "parquet", "dataset", "mix")
@@ -112,7 +112,7 @@ def test_held_tasks_are_shuffled_as_a_whole_by_seed_and_epoch() -> None:
         for index in np.random.default_rng(stable_hash("order", 5, epoch)).permutation(20)
     ]
     assert keys(order, 40) == expected
-    assert order.state() == {"epoch": 1, "position": 20}
+    assert {key: order.state()[key] for key in ("epoch", "position")} == {"epoch": 1, "position": 20}
 
 
 def test_an_endless_source_is_streamed_with_no_more_than_the_buffer_in_memory() -> None:
@@ -194,6 +194,27 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         open_order([text, SourceConfig(source=text, name="c", id_prefix="c/")], state=mixed.state())
     with pytest.raises(TaskError, match=r"made with the task sources \(one\), and now they are c, rows"):
         open_order([text, SourceConfig(source=text, name="c", id_prefix="c/")], state=held.state())
+    with pytest.raises(TaskError, match=r"made with the task sources b, rows, and now they are rows"):
+        open_order(text, state=mixed.state())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_state_of_as_many_tasks_with_other_ids_is_refused(tmp_path: Path, stream: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def write(ids: list[str]) -> SourceConfig:
+        path.write_text("".join(json.dumps({"id": each, "prompt": "p"}) + "\n" for each in ids))
+        return SourceConfig(source=str(path), stream=stream, shuffle_buffer=8)
+
+    ids = list("abcdefghijkl")
+    order, _ = open_order(write(ids))
+    keys(order, 3)
+    state = json.loads(json.dumps(order.state()))
+    again, _ = open_order(write(ids), state=state)
+    assert keys(again, 20) == keys(order, 20)
+    for others in (["new", *ids], ids[::-1]):
+        with pytest.raises(TaskError, match="tasks of other ids, or in another order: resume with the same tasks"):
+            open_order(write(others), state=state)
 
 
 # Mixes.
@@ -296,3 +317,25 @@ def test_rows_that_are_left_out_are_counted_and_all_of_them_is_an_error() -> Non
     assert resumed.dropped() == {"more than 5 tokens": 10}
     with pytest.raises(TaskError, match=r"endless: 100,001 rows in a row were left out .*too long"):
         open_order(SourceConfig(source=f"{HERE}:endless", stream=True), keep=lambda task: "too long")
+
+
+def test_a_file_may_leave_out_more_rows_in_a_row_than_an_endless_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_DROPPED_IN_A_ROW", 20)
+    text = jsonl(tmp_path / "rows.jsonl", 50)
+
+    def keep(task: Task) -> str | None:
+        return None if task.prompt == "49" else "not the last"
+
+    for stream in (None, True):
+        order, _ = open_order(SourceConfig(source=text, stream=stream), keep=keep)
+        assert keys(order, 2) == [("rows-49", 0), ("rows-49", 1)]
+
+
+def test_an_evaluation_of_an_endless_source_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "EVALUATED_AT_MOST", 30)
+    with pytest.raises(TaskError, match=r"endless holds more than 30 tasks, or has no end.*say by limit how many"):
+        load_mix(f"{HERE}:endless")
+    assert len(load_mix(f"{HERE}:endless", limit=40).tasks) == 40
+    assert len(load_mix(f"{HERE}:finite?n=30").tasks) == 30

@@ -334,6 +334,11 @@ class TestErrors:
         with pytest.raises(TaskError, match="can be read only once: give the function that makes it"):
             list(rows.read())
 
+    def test_a_file_has_no_splits(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}\n')
+        with pytest.raises(TaskError, match=r"rows\.jsonl is a file, which has no splits: leave ':train' out"):
+            load_tasks(f"{tmp_path / 'rows.jsonl'}:train")
+
     def test_a_file_that_may_not_be_read(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.mkdir()

@@ -72,7 +72,9 @@ def _file(env: type[Env]) -> Path:
 
 
 def _tasks(env: type[Env], rest: Sequence[str], name: str, n: int) -> list[str]:
-    said = any(each.startswith(("--tasks", "-t", "tasks=", "--config", "-c")) for each in rest)
+    said = any(each.startswith(("--tasks", "-t", "tasks=", "tasks.", "--config", "-c")) for each in rest)
+    # A configuration file of `train` is an argument; the tasks that it names are not replaced.
+    said = said or any(each.endswith((".yaml", ".yml")) and "=" not in each for each in rest)
     asked = any(each in ("-h", "--help") for each in rest)
     if said or asked:
         return []

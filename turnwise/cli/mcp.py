@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from turnwise.cli.options import FunctionTools, MCPServers, ToolConfig, env_spec
+
+if TYPE_CHECKING:
+    from turnwise.tasks import Task, TaskSource
 
 
 def command(
@@ -36,32 +40,49 @@ def command(
 ) -> None:
     """Serve an environment's tools as an MCP server: each session of a client plays one episode, which is scored."""
     import asyncio
+    import sys
+    from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 
     from turnwise.envs.mcp_server import EnvServer
     from turnwise.envs.registration import env_class
-    from turnwise.errors import TaskError
-    from turnwise.tasks import load_tasks
 
-    source = tasks or env_class(env).default_tasks
-    rows = None if source is None else load_tasks(source)
-    if source is not None and not rows:
-        raise TaskError(f"{source}: there is no task in it")
-    if task is not None:
-        rows = [each for each in rows or () if each.id == task]
-        if not rows:
-            raise TaskError(
-                f"--task {task}: {source or 'the environment has no tasks of its own, so --tasks'} names none"
-            )
+    def apart() -> AbstractContextManager[object]:
+        # Over stdio, what the environment's code prints must not come between the messages.
+        return nullcontext() if http else redirect_stdout(sys.stderr)
+
+    with apart():
+        queue = _queue(env_class(env).default_tasks if tasks is None else tasks, task)
     spec = env_spec(env, config, functions, tool_config, mcp)
 
     async def serve() -> None:
         async with spec.toolbox() as toolbox:
-            tools = await toolbox.tools()
-            spec.make(tools)  # what is wrong with it is said before anybody connects
-            server = EnvServer(lambda: spec.make(tools), env, tasks=rows, seed=seed, out=out)
+            with apart():
+                tools = await toolbox.tools()
+                spec.make(tools)  # what is wrong with it is said before anybody connects
+            server = EnvServer(lambda: spec.make(tools), env, tasks=queue, seed=seed, out=out)
             if http:
                 await server.serve_http(host, port, lambda address: typer.echo(f"serving {env} at {address}"))
             else:
                 await server.serve_stdio()
 
     asyncio.run(serve())
+
+
+def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None:
+    """Return the tasks of the sessions, in order. They are read as sessions come: there may be no end to them."""
+    from itertools import chain
+
+    from turnwise.errors import TaskError
+    from turnwise.tasks import iter_tasks
+
+    rows = iter(()) if source is None else iter_tasks(source)
+    if task is not None:
+        found = next((each for each in rows if each.id == task), None)
+        if found is None:
+            where = source or "the environment has no tasks of its own, so --tasks"
+            raise TaskError(f"--task {task}: {where} names none")
+        return [found]
+    first = next(rows, None)
+    if first is None and source is not None:
+        raise TaskError(f"{source}: there is no task in it")
+    return None if first is None else chain([first], rows)

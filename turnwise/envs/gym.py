@@ -113,6 +113,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         self._env = _made(env, config)
         self._tasks = _tasks(self._env, tasks, max_tasks)
         self._loop: _Loop | None = None
+        self._open = True
         self.observation_space = ObservationSpace()
         self.action_space = ActionSpace(schemas(self._env))
         self.conversation: list[Message] = []
@@ -176,14 +177,19 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
 
     def close(self) -> None:
         """Close the environment and end its event loop. A second time is no error."""
-        if self._loop is not None:
-            try:
-                self._run(invoke(self._env, "close"))
-            finally:
+        if not self._open:
+            return
+        try:
+            # Before the first reset too: a constructor may have opened something.
+            self._run(invoke(self._env, "close"))
+        finally:
+            self._open = False
+            if self._loop is not None:
                 self._loop.close()
                 self._loop = None
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        self._open = True
         if self._loop is None:
             self._loop = _Loop()
         return self._loop.run(work)
@@ -195,10 +201,10 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
             return wanted
         if isinstance(wanted, dict):
             return Task.from_record(wanted, where="options['task']", default_id="options")
-        by_id = {task.id: task for task in self._tasks}
-        if wanted in by_id:
-            return by_id[wanted]
-        if isinstance(wanted, int) and 0 <= wanted < len(self._tasks):
+        named = next((task for task in self._tasks if task.id == wanted), None)
+        if named is not None:
+            return named
+        if isinstance(wanted, int) and not isinstance(wanted, bool) and 0 <= wanted < len(self._tasks):
             return self._tasks[wanted]
         raise TaskError(
             f"options['task'] is {shown(wanted)}: there are {len(self._tasks)} tasks; give a number below that, an id, "
@@ -207,7 +213,10 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
 
     def _observed(self, messages: list[Message]) -> tuple[dict[str, Any], ...]:
         # JSON and back: what is handed out is nobody else's, and holds no objects.
-        observed: list[dict[str, Any]] = orjson.loads(orjson.dumps([plain(message) for message in messages]))
+        try:
+            observed: list[dict[str, Any]] = orjson.loads(orjson.dumps([plain(message) for message in messages]))
+        except TypeError as error:
+            raise EnvError(f"{type(self._env).__qualname__}: an observation is not JSON: {error}") from error
         return tuple(observed)
 
 
@@ -221,9 +230,10 @@ def _made(env: str | EnvSpec | Env | Callable[[], Env], config: dict[str, Any]) 
         return make(env, **config)
     if config:
         raise EnvError(f"configuration {config} was given beside {shown(env)}: it goes with the name of an environment")
-    if isinstance(env, Env):
-        return env
-    return env.make() if isinstance(env, EnvSpec) else env()
+    found = env if isinstance(env, Env) else env.make() if isinstance(env, EnvSpec) else env()
+    if not isinstance(found, Env):
+        raise EnvError(f"{shown(env)} made {shown(found)}: it must make an environment (a turnwise.Env)")
+    return found
 
 
 def _tasks(env: Env, source: TaskSource | None, limit: int) -> list[Task]:

@@ -34,7 +34,7 @@ from turnwise.types import Message, StopReason, ToolCall, text_of
 Parse = Callable[[str, Any], Any]
 """``parse(text, env)`` returns an action; it raises ValueError or ToolError with what the model reads."""
 
-_TAGGED: Final = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_TAG: Final = re.compile(r"<(/?)action>", re.IGNORECASE)
 _LABEL: Final = re.compile(r"^\W*action\W*[:=]\s*", re.IGNORECASE)
 _TOOL_NAME: Final = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -157,7 +157,7 @@ class GymnasiumEnv(Env):
         answers = [_no_tool(call) for call in action.get("tool_calls") or ()]
         try:
             chosen = self._action(text_of(action))
-        except (EnvError, ToolError, ValueError) as error:
+        except (ToolError, ValueError) as error:
             self._invalid += 1
             said: list[Message] = answers or [{"role": "user", "content": str(error)}]
             spent = 0 < self._max_invalid <= self._invalid
@@ -182,7 +182,7 @@ class GymnasiumEnv(Env):
         if self._parse is not None:
             action = self._parse(text, self.world.env)
             if not self.world.space.contains(action):
-                raise EnvError(f"{shown(action)} is no action of {self.world.space}")
+                raise ToolError(f"{shown(action)} is no action of {self.world.space}")
             return action
         return value_from_json(self.world.space, _said(text, self.world.space), self.world.names)
 
@@ -352,15 +352,27 @@ def _renderer(render: Render | str | None, known: Render | None) -> Render | Non
 
 def _said(text: str, space: Any) -> Any:
     """Return what a message says its action is: JSON where it is JSON and no text is wanted, else the text."""
-    tagged = _TAGGED.findall(text)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = tagged[-1].strip() if tagged else _LABEL.sub("", lines[-1]) if lines else ""
+    said = _tagged(text)
+    if said is None:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        said = _LABEL.sub("", lines[-1]) if lines else ""
     if isinstance(space, gymnasium.spaces.Text):
         return said
     try:
         return json.loads(said)
     except (ValueError, RecursionError):
         return said.rstrip(".!")
+
+
+def _tagged(text: str) -> str | None:
+    # One pass: a text of nothing but opening tags costs no more than another one.
+    found, opened = None, -1
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            opened = tag.end()
+        elif opened >= 0:
+            found, opened = text[opened : tag.start()].strip(), -1
+    return found
 
 
 def _no_tool(call: ToolCall) -> Message:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from gymnasium import spaces
 
-from turnwise.errors import EnvError, shown
+from turnwise.errors import EnvError, ToolError, shown
 
 Render = Callable[[Any, Any], str]
 """``render(observation, env)`` returns what the model reads."""
@@ -117,11 +117,11 @@ def value_from_json(space: Any, value: Any, names: Sequence[str] = ()) -> Any:
     """Return what a JSON value is in a space.
 
     Raises:
-        EnvError: It does not fit; the message says what does.
+        ToolError: It does not fit; the message says to the model what does.
     """
     found = _converted(space, value, names)
     if found is None or not space.contains(found):
-        raise EnvError(f"{shown(value)} is no action: write {space_hint(space, names)}")
+        raise ToolError(f"{shown(value)} is no action: write {space_hint(space, names)}")
     return found
 
 
@@ -143,7 +143,7 @@ def _array(space: Any, value: Any) -> Any:
     try:
         given = np.asarray(value)
         array = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if given.dtype == np.bool_ or array.shape != space.shape:
         return None
@@ -161,6 +161,8 @@ def _index(space: Any, value: Any, names: Sequence[str]) -> int | None:
             if name.casefold() == lowered:
                 return int(space.start) + number
         value = int(lowered) if re.fullmatch(r"-?\d{1,18}", lowered) else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1.0 is an integer to JSON's schemas
     return None if isinstance(value, bool) or not isinstance(value, int) else value
 
 

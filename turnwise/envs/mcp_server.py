@@ -14,9 +14,10 @@ import itertools
 import json
 import random
 import socket
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,8 +56,8 @@ class EnvServer:
     Args:
         make: Makes an environment.
         name: What clients are told that the server is called.
-        tasks: What episodes are reset with, one after the other, from the beginning again after the last; or None where
-            the environment needs none.
+        tasks: What episodes are reset with, taken one after the other when sessions begin, and from the beginning again
+            after the last; or None where the environment needs none.
         seed: The seed of every reset. By default it comes from the task, as in an evaluation, or is random where there
             is none.
         out: A file that gets a line of JSON for each episode that somebody called a tool of.
@@ -67,13 +68,13 @@ class EnvServer:
         make: Callable[[], Env],
         name: str,
         *,
-        tasks: Sequence[Task] | None = None,
+        tasks: Iterable[Task] | None = None,
         seed: int | None = None,
         out: Path | None = None,
     ) -> None:
         self._make = make
         self._name = name
-        self._tasks = itertools.cycle(tasks or (None,))
+        self._tasks: Iterator[Task | None] = itertools.cycle((None,) if tasks is None else tasks)
         self._seed = seed
         self._out = None if out is None else AppendFile(out)
         self._episodes: dict[str, ServedEpisode] = {}
@@ -98,9 +99,14 @@ class EnvServer:
         server = self.server()
         try:
             async with stdio_server() as (read, write):
-                await server.run(read, write, server.create_initialization_options())
+                try:
+                    await server.run(read, write, server.create_initialization_options())
+                finally:
+                    # What the environment printed leads to stderr only as long as the server has stdout.
+                    sys.stdout.flush()
         finally:
-            await self.close()
+            with redirect_stdout(sys.stderr):
+                await self.close()
 
     async def serve_http(self, host: str, port: int, on_start: Callable[[str], None]) -> None:
         """Serve any number of clients over streamable HTTP until interrupted.
@@ -155,15 +161,22 @@ class EnvServer:
         async with self._beginning.setdefault(session, asyncio.Lock()):
             if session not in self._episodes:
                 await self.sweep()
-                task = next(self._tasks)
-                seed = self._seed
-                if seed is None:
-                    seed = random.getrandbits(32) if task is None else stable_hash("reset", 0, task.id, 0)
                 try:
+                    task = next(self._tasks, None)
+                    seed = self._seed
+                    if seed is None:
+                        seed = random.getrandbits(32) if task is None else stable_hash("reset", 0, task.id, 0)
                     episode = ServedEpisode(self._make(), task, seed)
-                    await episode.begin()
                 except TurnwiseError as error:
                     raise _failed(error) from error
+                try:
+                    await episode.begin()
+                except BaseException as error:
+                    with suppress(TurnwiseError):
+                        await episode.close()
+                    if isinstance(error, TurnwiseError):
+                        raise _failed(error) from error
+                    raise
                 self._episodes[session] = episode
             return self._episodes[session]
 
@@ -292,9 +305,8 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(
-            f"cannot bind {host} port {port} ({error.strerror}): choose another, or 0 for a free one"
-        ) from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot bind {host} port {port} ({why}): choose another, or 0 for a free one") from error
     return listener

@@ -134,8 +134,8 @@ def check_step(result: Any, env: object) -> StepResult:
         )
     observation, reward, terminated, truncated, info = result
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        # numpy's bools are fine, 0.0 in the place of a flag is a result in the wrong order.
-        if isinstance(flag, (int, float, str)) and not isinstance(flag, bool):
+        # numpy's bools are fine, 0.0 or {} in the place of a flag is a result in the wrong order.
+        if flag is None or (isinstance(flag, (int, float, str, Mapping)) and not isinstance(flag, bool)):
             raise EnvError(f"{where} returned {name}={flag!r}: it must be True or False")
     if not isinstance(info, dict):
         raise EnvError(f"{where} returned the info {shown(info)}: it must be a dict")

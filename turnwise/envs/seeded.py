@@ -22,6 +22,8 @@ def tasks(n: int = 1000, *, name: str = "train") -> Iterator[Task]:
         TaskError: ``n`` is no positive number, or there is no name.
     """
     if n < 1 or not name:
-        raise TaskError(f"seeded tasks: n={n!r}, name={name!r}: n must be at least 1, and name a text that is not empty")
+        raise TaskError(
+            f"seeded tasks: n={n!r}, name={name!r}: n must be at least 1, and name a text that is not empty"
+        )
     for index in range(n):
         yield Task(f"{name}-{index}", "")

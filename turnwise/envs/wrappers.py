@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,7 +64,8 @@ class TimeLimit(Wrapper):
     """Truncates the episode with ``timeout`` when so many seconds passed since reset, also in the midst of a step.
 
     Scoring takes no time: an answer that was given in time is scored. Calls that a step did not answer in time are
-    answered by errors. A plain function cannot be interrupted where it runs on the event loop.
+    answered by errors, and so are single calls; those do not end the episode. A plain function cannot be interrupted
+    where it runs on the event loop.
     """
 
     def __init__(self, env: Env, seconds: float) -> None:
@@ -104,8 +106,24 @@ class TimeLimit(Wrapper):
             return result
         return result._replace(truncated=True, info={**result.info, "stop_reason": StopReason.TIMEOUT})
 
+    async def call(self, call: ToolCall) -> ToolResponse:
+        """Give a single call the time that is left."""
+        if asyncio.get_running_loop().time() >= self._deadline:
+            return self._too_late(call)
+        scope = asyncio.timeout_at(self._deadline)
+        try:
+            async with scope:
+                return await super().call(call)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            return self._too_late(call)
+
+    def _too_late(self, call: ToolCall) -> ToolResponse:
+        return ToolResponse.failure("timeout", f"the episode's {self._seconds:g} s are over", tool=call.name)
+
     def _unanswered(self, call: ToolCall) -> Message:
-        response = ToolResponse.failure("timeout", f"the episode's {self._seconds:g} s are over", tool=call.name)
+        response = self._too_late(call)
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
 
 
@@ -284,11 +302,19 @@ class RecordTranscript(Wrapper):
             # Opened for the line: many episodes of a run write to one file, and none holds it.
             file = AppendFile(self._path)
             try:
-                file.append(orjson.dumps(episode, default=repr))
+                file.append(_line(episode))
             finally:
                 file.close()
         except OSError as error:
             raise EnvError(f"record_transcript: {self._path} cannot be written: {error}") from error
+
+
+def _line(episode: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(episode, default=repr)
+    except TypeError:
+        # Half a surrogate pair or a number of more than 64 bits: a model may write both.
+        return json.dumps(episode, default=repr).encode("ascii")
 
 
 def _named(result: StepResult) -> Mapping[str, float]:

@@ -17,7 +17,7 @@ from turnwise.inference.core import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.task_checks import PromptLimit, check_specs, task_source
+from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
 from turnwise.tasks import LoadedTasks, Task, load_mix
 from turnwise.trajectory import TrajectoryGroup
 
@@ -85,8 +85,10 @@ async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Rend
 
     Raises:
         ConfigError: Nobody names any.
+        RegistryError: There is no such environment or agent.
         TaskError: They cannot be loaded, there are none, or they name an environment or agent that cannot be made.
     """
+    check_own(rollout)
     source = task_source(plan.tasks, rollout, "tasks")
     keep = await PromptLimit.create(plan.max_prompt_tokens, renderer, rollout)
     loaded = load_mix(source, limit=plan.limit, keep=keep)

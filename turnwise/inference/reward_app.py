@@ -175,6 +175,8 @@ class RewardApp:
         messages, arguments = body["messages"], body.get("chat_template_kwargs") or {}
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             raise BadRequest("messages", "messages must be a list of messages that is not empty")
+        for index, message in enumerate(messages):
+            _check_message(message, f"messages[{index}]")
         if not isinstance(arguments, dict):
             raise BadRequest("chat_template_kwargs", f"chat_template_kwargs must be an object, not {shown(arguments)}")
         try:
@@ -198,6 +200,22 @@ class RewardApp:
         if not isinstance(given, list) or not all(type(each) is int and 0 <= each < most for each in given):
             raise BadRequest("input", f"input holds {shown(given)}: it must be a text, or ids of 0 to {most - 1}")
         return given
+
+
+def _check_message(message: dict[str, Any], where: str) -> None:
+    """Refuse what a template would leave out without a word, or fail on."""
+    if not isinstance(message.get("role"), str):
+        raise BadRequest("messages", f"{where}.role is {shown(message.get('role'))}: it must be a text")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            raise BadRequest(
+                "messages",
+                f"{where}.content holds {shown(part)}: it must be a text, or text parts; no media are judged",
+            )
 
 
 def _flag(body: dict[str, Any], name: str, default: bool) -> bool:

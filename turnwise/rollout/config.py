@@ -56,7 +56,7 @@ class GroupRewardConfig(BaseModel):
     arguments: dict[str, Any] = Field(default_factory=dict)
     weight: float = Field(default=1.0, allow_inf_nan=False)
     timeout: Annotated[float, Field(gt=0)] = 600.0
-    in_evaluation: bool = True
+    in_evaluation: bool = False
 
 
 def _function(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """What a run asks of its tasks before it starts.
 
 Owns: :func:`task_source` (whose tasks, where nobody named some), :class:`PromptLimit` (which tasks are too long),
-:func:`check_specs` (whether what tasks name can be made) and :func:`made_env`. Refuses: resetting environments; what
-they add to a prompt when they reset is not known here.
+:func:`check_own` and :func:`check_specs` (whether what the run and its tasks name is there) and :func:`made_env`.
+Refuses: resetting environments; what they add to a prompt when they reset is not known here.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from turnwise.types import ToolSchema
 # The agent that offers the model no tools, whatever the environment has.
 _WITHOUT_TOOLS = "single_turn"
 _SPECS_CHECKED = 32
+_TOOLSETS_HELD = 256
 
 
 def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sources:
@@ -51,6 +52,19 @@ def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sour
             "a file of tasks, or pkg.module:function"
         )
     return default
+
+
+def check_own(rollout: RolloutConfig) -> None:
+    """See that the run's own environment and agent are there, before a server starts and every episode fails.
+
+    The environment is not made: the rollout makes one when it is prepared.
+
+    Raises:
+        RegistryError: There is no such environment or agent.
+        ConfigError: The agent does not take its configuration.
+    """
+    env_class(rollout.env.name)
+    make_agent(rollout.agent.name, **rollout.agent.config)
 
 
 class PromptLimit:
@@ -113,6 +127,9 @@ class PromptLimit:
             return []
         key = _spec_key(task.env, task.env_config)
         if key not in self._toolsets:
+            if len(self._toolsets) >= _TOOLSETS_HELD:
+                # Each row may have a configuration of its own, and an environment hangs on every toolset.
+                self._toolsets.clear()
             self._toolsets[key] = self._toolset(task)
         return [tool.schema for tool in selected(self._toolsets[key], task).values()]
 

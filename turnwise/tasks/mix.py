@@ -23,6 +23,8 @@ from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
 # Sources with more tasks than this are streamed, unless they say otherwise.
 HELD_AT_MOST = 100_000
+# More tasks than this are not loaded to take each once, unless a limit says so: a source may have no end.
+EVALUATED_AT_MOST = 1_000_000
 
 
 class Shares:
@@ -151,6 +153,8 @@ def open_order(
         raise TaskError(f"task_limit is {limit}, but there are {len(sources)} sources: give each a limit of its own")
     if len(sources) == 1:
         [source] = sources
+        if state is not None and "sources" in state:
+            _check_state(sources, state)
         return _order(source, seed, shuffle, _least(limit, source.config.limit), state, held_at_most, {})
     _check_state(sources, state)
     orders: dict[str, TaskOrder] = {}
@@ -185,7 +189,13 @@ def load_mix(tasks: Sources, *, limit: int | None = None, keep: Keep | None = No
     places: dict[str, str] = {}
     for source in sources:
         collected = Collected()
-        collected.take(source.reader.read(), _least(limit, source.config.limit))
+        most = _least(limit, source.config.limit)
+        collected.take(source.reader.read(), EVALUATED_AT_MOST + 1 if most is None else most)
+        if most is None and len(collected.tasks) > EVALUATED_AT_MOST:
+            raise TaskError(
+                f"{source.label} holds more than {EVALUATED_AT_MOST:,} tasks, or has no end, and each would be taken "
+                "once: say by limit how many are meant"
+            )
         if not collected.tasks:
             raise TaskError(f"{source.label} holds no task{left_out(collected.dropped)}")
         _check_apart(collected.places, places)

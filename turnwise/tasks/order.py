@@ -95,6 +95,8 @@ class HeldOrder(TaskOrder):
             raise TaskError(
                 f"the checkpoint stands at task {self.position} of its epoch, but {name} holds {len(tasks)}: {_REMEDY}"
             )
+        self._digest = _digest(tasks)
+        _check_digest(state, self._digest, name)
         self._tasks = tasks
         self._seed = seed
         self._shuffle = shuffle
@@ -116,7 +118,7 @@ class HeldOrder(TaskOrder):
 
     def state(self) -> dict[str, Any]:
         """Return where this stands."""
-        return {"epoch": self.epoch, "position": self.position}
+        return {"epoch": self.epoch, "position": self.position, "ids": self._digest}
 
     def dropped(self) -> dict[str, int]:
         """Return how many rows were left out, by reason."""
@@ -200,6 +202,7 @@ class LazyOrder(TaskOrder):
             "position": self.position,
             "read": self._read,
             "buffer": [number for number, _ in self._buffer],
+            "ids": _digest(task for _, task in self._buffer),
             "dropped": dict(self._dropped),
         }
 
@@ -265,6 +268,17 @@ class LazyOrder(TaskOrder):
         self._buffer, self._ids = [], {}
         for number in wanted:
             self._hold(held[number])
+        _check_digest(state, _digest(task for _, task in self._buffer), name)
+
+
+def _digest(tasks: Iterable[Task]) -> int:
+    return stable_hash(*(task.id for task in tasks))
+
+
+def _check_digest(state: Mapping[str, Any], digest: int, name: str) -> None:
+    # A checkpoint of an earlier version says nothing of ids.
+    if state.get("ids", digest) != digest:
+        raise TaskError(f"the checkpoint was made when {name} held tasks of other ids, or in another order: {_REMEDY}")
 
 
 def left_out(dropped: Mapping[str, int]) -> str:

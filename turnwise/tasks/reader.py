@@ -86,16 +86,17 @@ class TaskReader:
         """Yield what is read from a row on.
 
         Raises:
-            TaskError: A row is malformed, or a hundred thousand rows in a row are left out.
+            TaskError: A row is malformed, or a hundred thousand rows in a row of what may have no end are left out.
         """
         left_out = 0
         for row in self._rows.read(start):
             read = self._one(row)
             left_out = left_out + 1 if read.task is None else 0
-            if left_out > _DROPPED_IN_A_ROW:
+            if left_out > _DROPPED_IN_A_ROW and self._rows.may_be_endless:
                 raise TaskError(
                     f"{self.name}: {left_out:,} rows in a row were left out up to {read.where} "
-                    f"(the last one: {read.dropped or 'not in this split'}): is there one that is not?"
+                    f"(the last one: {read.dropped or 'not in this split'}), and it may have no end: leave them out in "
+                    "the function itself"
                 )
             yield read
 

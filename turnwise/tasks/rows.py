@@ -50,9 +50,11 @@ class Rows(ABC):
 
     Attributes:
         name: What it is called in figures and messages.
+        may_be_endless: Whether nobody knows that it has an end.
     """
 
     name: str
+    may_be_endless: bool = False
 
     @abstractmethod
     def read(self, start: int = 0) -> Iterator[Row]:
@@ -98,6 +100,8 @@ class FunctionRows(Rows):
     was taken before is skipped.
     """
 
+    may_be_endless = True
+
     def __init__(self, function: Callable[..., Any], reference: str, arguments: Mapping[str, Any]) -> None:
         try:
             signature = inspect.signature(function)
@@ -140,6 +144,8 @@ class FunctionRows(Rows):
 
 class IterableRows(Rows):
     """A collection of tasks and rows; an iterator can be read once."""
+
+    may_be_endless = True
 
     def __init__(self, rows: Iterable[Task | Mapping[str, Any]], name: str = "task") -> None:
         self.name = name
@@ -204,6 +210,8 @@ def _open_text(text: str, arguments: Mapping[str, Any]) -> Rows:
     is_hub = text.startswith(HUB)
     is_file_like = not is_hub and (path.suffix in (*_LINES, ".parquet") or path.exists())
     in_folder = bool(head) and not is_hub and not is_file_like and Path(head).expanduser().is_dir()
+    if head and Path(head).suffix in (*_LINES, ".parquet") and Path(head).expanduser().is_file():
+        raise TaskError(f"{text}: {head} is a file, which has no splits: leave ':{split}' out, or name its folder")
     if head and not (is_hub or is_file_like or in_folder):
         return _referred(text, arguments)
     if arguments:

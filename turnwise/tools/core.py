@@ -205,12 +205,16 @@ def _namespace(frame: types.FrameType) -> Namespace:
 
 
 def _check_function(fn: Any) -> None:
-    if isinstance(fn, (staticmethod, classmethod)):
-        raise ToolSchemaError(f"write @{type(fn).__name__} above @function_tool, not below it")
+    if isinstance(fn, staticmethod):
+        raise ToolSchemaError("write @staticmethod above @function_tool, not below it")
+    if isinstance(fn, classmethod):
+        raise ToolSchemaError("a class method is no tool: write a method, with self, or a static one")
     if not (inspect.isfunction(fn) or inspect.ismethod(fn)):
         raise ToolSchemaError(
             f"@function_tool takes a function, not {shown(fn)}: write a def (for a class, see BaseTool)"
         )
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise ToolSchemaError(f"tool {fn.__name__!r} yields: a call has one answer, so return it, perhaps as a list")
 
 
 def _check_positive(label: str, name: str, value: float | None) -> None:

@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from jsonschema import Draft202012Validator
-
+from turnwise.tools.dialects import validator_of
 from turnwise.types import ToolSchema
 
 _DEPTH: Final = 8
@@ -21,7 +20,7 @@ def example_arguments(schema: ToolSchema) -> dict[str, Any] | None:
     """Return arguments that a schema allows, or None where no simple ones do."""
     parameters = schema.parameters
     found = _example(parameters, parameters.get("$defs", {}), _DEPTH)
-    return found if isinstance(found, dict) and Draft202012Validator(parameters).is_valid(found) else None
+    return found if isinstance(found, dict) and validator_of(parameters).is_valid(found) else None
 
 
 def _example(schema: Any, definitions: Mapping[str, Any], depth: int) -> Any:

@@ -265,7 +265,10 @@ class ToolRunner:
         timeout = self._timeout if tool.timeout is None else tool.timeout
         if isinstance(tool, BaseTool):
             extra = self._instances.kwargs(tool.name, "execute_kwargs")
-            return await self._bounded(tool.execute(self._instances.id_of(tool.name), arguments, **extra), timeout)
+            answer: Any = tool.execute(self._instances.id_of(tool.name), arguments, **extra)
+            if not inspect.isawaitable(answer):
+                raise EnvError(f"{type(tool).__qualname__}.execute of tool {tool.name!r} is not async: write async def")
+            return await self._bounded(answer, timeout)
         positional = (self._owner,) if tool.is_method else ()
         if tool.injected:
             arguments = {**arguments, **self._instances.kwargs(tool.name, "execute_kwargs")}
@@ -280,11 +283,14 @@ class ToolRunner:
     async def _bounded(self, coroutine: Awaitable[Any], timeout: float | None) -> Any:
         if timeout is None:
             return await coroutine
-        task = asyncio.ensure_future(coroutine)
+        task = asyncio.ensure_future(_settled(coroutine))
         try:
             await asyncio.wait({task}, timeout=timeout)
             if task.done():
-                return task.result()
+                value, raised = task.result()
+                if raised is not None:
+                    raise raised
+                return value
         except asyncio.CancelledError:
             if not task.done():
                 await self._cancel(task)
@@ -325,6 +331,14 @@ class ToolRunner:
         if raised is not None:
             raise raised
         return value
+
+
+async def _settled(awaitable: Awaitable[Any]) -> tuple[Any, SystemExit | None]:
+    # A task that raises SystemExit ends the event loop, and everybody's episodes with it.
+    try:
+        return await awaitable, None
+    except SystemExit as error:
+        return None, error
 
 
 def _guarded(

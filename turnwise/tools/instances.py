@@ -54,14 +54,7 @@ class Instances:
         tool = self._tools.get(name)
         if tool is None:
             return given
-        kind = type(tool)
-        methods: dict[str, Callable[..., Any]] = {
-            "create_kwargs": kind.create,
-            "execute_kwargs": kind.execute,
-            "calc_reward_kwargs": kind.calc_reward,
-            "release_kwargs": kind.release,
-        }
-        named, takes_any = _takes(methods[which])
+        named, takes_any = taken_by(tool, which)
         if which == "create_kwargs" and ("create_kwargs" in named or takes_any):
             # As one dict too. Where it is the only way in, the names in it are no arguments.
             whole = dict(given)
@@ -137,10 +130,26 @@ class Instances:
         except TurnwiseError as error:
             self._secrets().scrub(error)
             raise
-        except Exception as error:  # noqa: BLE001 - a tool's code: what it raises is named as its own
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: what it raises is named as its own
             secrets = self._secrets()
             text = f"{type(tool).__qualname__}.{method} of tool {name!r} raised {type(error).__name__}: {error}"
             raise EnvError(secrets.redact(text)) from secrets.cause(error)
+
+
+def taken_by(tool: BaseTool, which: str) -> tuple[frozenset[str], bool]:
+    """Return the parameters of the method that ``which`` (such as ``execute_kwargs``) is for.
+
+    Returns:
+        Their names, and whether it takes any others.
+    """
+    kind = type(tool)
+    methods: dict[str, Callable[..., Any]] = {
+        "create_kwargs": kind.create,
+        "execute_kwargs": kind.execute,
+        "calc_reward_kwargs": kind.calc_reward,
+        "release_kwargs": kind.release,
+    }
+    return _takes(methods[which])
 
 
 @functools.lru_cache(maxsize=1024)

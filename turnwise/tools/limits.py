@@ -63,6 +63,9 @@ class OutputLimit:
             text: Any text.
             count_tokens: Counts tokens; None estimates them.
         """
+        if self.unit == "tokens" and len(text) < self.amount and text.isascii():
+            # A token is at least one byte; one may stand for a prefix that tokenizers add. So nothing is counted.
+            return text
         if self.unit == "characters":
             return text if len(text) <= self.amount else self._cut_characters(text)
         return self._cut_tokens(text, count_tokens or estimated_tokens)

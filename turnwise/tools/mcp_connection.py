@@ -8,6 +8,8 @@ connects anew.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -32,6 +34,7 @@ except ImportError as missing:
 _CLOSE_S: Final = 10.0
 _REASON_S: Final = 0.2
 _LOG_END: Final = 500
+_LOG_MOST: Final = 1 << 20
 _MOST_PAGES: Final = 100
 
 
@@ -93,7 +96,7 @@ class Connection:
         self._gone = asyncio.Event()
         self._suspect = False
         self._used = False
-        self._lock = asyncio.Lock()
+        self._opening: asyncio.Task[Client] | None = None
 
     async def open(self) -> Client:
         """Return a client that is connected.
@@ -101,19 +104,26 @@ class Connection:
         Raises:
             EnvError: The server cannot be reached, or a connection that must not be made anew was lost.
         """
-        async with self._lock:
-            if self._client is not None and self._suspect and not self._lost():
-                # A call was given up here. Does anybody still answer?
-                self._suspect = False
-                if not await self._answers(self._client):
-                    self._gone.set()
-            if self._client is None or self._lost():
-                if self._used and not self._reconnects:
-                    raise self._endpoint.error("ended in the middle of the episode, and what it kept for it is gone")
-                await self._end()
-                self._client = await self._begin()
-                self._used = True
+        if self._client is None or self._suspect or self._lost():
+            if self._opening is None or self._opening.done():
+                self._opening = asyncio.create_task(self._open(), name=f"mcp open {self._endpoint.name}")
+            # A server may take longer to start than a call may take: whose time is up leaves, and it starts for others.
+            return await asyncio.shield(self._opening)
+        self._forget_log()
+        return self._client
+
+    async def _open(self) -> Client:
+        if self._client is not None and self._suspect and not self._lost() and not await self._answers(self._client):
+            self._gone.set()
+        self._suspect = False
+        if self._client is not None and not self._lost():
             return self._client
+        if self._used and not self._reconnects:
+            raise self._endpoint.error("ended in the middle of the episode, and what it kept for it is gone")
+        await self._end()
+        client = self._client = await self._begin()
+        self._used = True
+        return client
 
     async def list_tools(self) -> list[mcp_types.Tool]:
         """Return the server's tools. Raises EnvError."""
@@ -155,8 +165,11 @@ class Connection:
 
     async def close(self) -> None:
         """End the connection. A second time is no error."""
-        async with self._lock:
-            await self._end()
+        opening, self._opening = self._opening, None
+        if opening is not None and not opening.done():
+            opening.cancel()
+            await asyncio.wait({opening})
+        await self._end()
 
     async def _send(self, client: Client, tool: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
         try:
@@ -186,12 +199,19 @@ class Connection:
         error = self._keeper.exception() if self._keeper.done() and not self._keeper.cancelled() else None
         return isinstance(_innermost(error), httpx2.ConnectError)
 
+    def _forget_log(self) -> None:
+        """Keep the log of a server that says much from filling the disk. What is appended later stands first."""
+        if not self._log.closed and os.fstat(self._log.fileno()).st_size > _LOG_MOST:
+            os.ftruncate(self._log.fileno(), 0)
+
     def _lost(self) -> bool:
         return self._gone.is_set() or self._keeper is None or self._keeper.done()
 
     async def _answers(self, client: Client) -> bool:
+        # A call was given up here. Does anybody still answer?
+        config = self._endpoint.config
         try:
-            async with asyncio.timeout(self._endpoint.config.connect_timeout):
+            async with asyncio.timeout(min(config.connect_timeout, config.timeout)):
                 await client.list_tools()
         except (MCPError, TimeoutError):
             return False
@@ -200,6 +220,8 @@ class Connection:
     async def _begin(self) -> Client:
         self._stop, self._gone = asyncio.Event(), asyncio.Event()
         self._log = cast("TextIO", tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))  # noqa: SIM115
+        descriptor = self._log.fileno()
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
         ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep(ready), name=f"mcp {self._endpoint.name}")
         wait = self._endpoint.config.connect_timeout
@@ -207,6 +229,7 @@ class Connection:
             waiting: set[asyncio.Future[Any]] = {ready, self._keeper}
             await asyncio.wait(waiting, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
+            self._keeper.cancel()
             await self._end()
             raise
         if ready.done():
@@ -226,7 +249,7 @@ class Connection:
             await self._stop.wait()
 
     async def _end(self) -> None:
-        keeper, self._keeper, self._client = self._keeper, None, None
+        self._client, keeper = None, self._keeper
         if keeper is None:
             return
         self._stop.set()
@@ -236,6 +259,7 @@ class Connection:
             await asyncio.wait({keeper}, timeout=_CLOSE_S)
         if keeper.done() and not keeper.cancelled():
             keeper.exception()  # read: what it was lost by has been said where it mattered
+        self._keeper = None
         self._log.close()
 
     def _tail(self) -> str:
@@ -328,6 +352,6 @@ def _revealed(values: Any) -> dict[str, str]:
 
 
 def _without_login(url: str) -> str:
-    """Return an address without user and password."""
+    """Return an address without what may let somebody in: user and password, and the query."""
     parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))

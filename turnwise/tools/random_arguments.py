@@ -11,8 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from jsonschema import Draft202012Validator
-
+from turnwise.tools.dialects import validator_of
 from turnwise.tools.example import example_arguments
 from turnwise.types import ToolSchema
 
@@ -32,7 +31,7 @@ def random_arguments(schema: ToolSchema, rng: random.Random, words: Sequence[str
         words: Texts to draw from, such as the words of the conversation; besides them, letters are drawn.
     """
     parameters = schema.parameters
-    validator = Draft202012Validator(parameters)
+    validator = validator_of(parameters)
     draw = _Draw(rng, words, parameters.get("$defs", {}))
     for _ in range(_TRIES):
         found = draw.value(parameters, _DEPTH)

@@ -6,8 +6,10 @@ to their environment) and functions made inside others (they have no address).
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.errors import RegistryError
@@ -25,9 +27,10 @@ def register_tool(tool: FunctionTool) -> None:
         RegistryError: Another function has this name.
     """
     known = _TOOLS.get(tool.name)
-    if known is not None and _place(known) != _place(tool):
+    if known is not None and (_place(known) != _place(tool) or _stand_side_by_side(known, tool)):
         raise RegistryError(
-            f"the tool name {tool.name!r} is taken by {_place(known)}; {_place(tool)} needs another one: write "
+            f"the tool name {tool.name!r} is taken by {_place(known)}{_line(known)}; {_place(tool)}{_line(tool)} needs "
+            "another one: write "
             '@function_tool("other_name")'
         )
     _TOOLS[tool.name] = tool
@@ -61,3 +64,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _place(tool: FunctionTool) -> str:
     return f"{tool.fn.__module__}.{tool.fn.__qualname__} ({tool.fn.__code__.co_filename})"
+
+
+def _line(tool: FunctionTool) -> str:
+    return f" line {tool.fn.__code__.co_firstlineno}"
+
+
+def _stand_side_by_side(one: FunctionTool, other: FunctionTool) -> bool:
+    """Whether functions of one name and file are two of it, rather than one that moved and was loaded anew."""
+    lines = {tool.fn.__code__.co_firstlineno for tool in (one, other)}
+    if len(lines) == 1:
+        return False
+    try:
+        tree = ast.parse(Path(one.fn.__code__.co_filename).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    starts = {
+        min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == one.fn.__code__.co_name
+    }
+    return lines <= starts

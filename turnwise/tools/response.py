@@ -58,6 +58,8 @@ class ToolResponse:
                 raise EnvError(f"ToolResponse.{name} is {shown(media)}: it must be a list or None")
         if self.reward is not None:
             self.reward = _finite(self.reward, "ToolResponse.reward")
+        if not isinstance(self.metrics, Mapping):
+            raise EnvError(f"ToolResponse.metrics is {shown(self.metrics)}: it must be a dict of numbers")
         if self.metrics:
             self.metrics = {
                 str(name): _finite(value, f"ToolResponse.metrics[{name!r}]") for name, value in self.metrics.items()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NotRequired, Required, Union, get_origin
 
 import typing_extensions
-from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
 from pydantic import BaseModel, Field, TypeAdapter
 from pydantic import ValidationError as PydanticValidationError
@@ -23,7 +22,8 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnno
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from turnwise.errors import ToolSchemaError
+from turnwise.errors import ToolSchemaError, shown
+from turnwise.tools.dialects import dialect_of, unresolved, validator_of
 from turnwise.tools.docstring import read_docstring
 from turnwise.tools.hints import Namespace, hints_of, plain_hint
 from turnwise.tools.injected import injected_parameters
@@ -34,6 +34,7 @@ from turnwise.types import ToolSchema
 _NAME: Final = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 _TypedDict: Final[Any] = typing_extensions.TypedDict  # called with fields that only the run knows
 _SHOWN: Final = 300
+_CONTAINERS: Final = (dict, list)
 # TypeError: what typing itself does not take as a hint of a value (Final, ClassVar).
 _INEXPRESSIBLE: Final = (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeError)
 _EXPRESSIBLE: Final = (
@@ -70,12 +71,14 @@ class Arguments:
         parameters = schema.parameters
         if closed and "additionalProperties" not in parameters:
             parameters = {**parameters, "additionalProperties": False}
-        self._validator = Draft202012Validator(parameters)
+        self._validator = validator_of(parameters)
         self._fits = quick_check(parameters)
         self._adapter = adapter
 
     def parse(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the function is to be called with.
+
+        Nothing in it is shared with what the model said: a tool may change what it is given.
 
         Raises:
             ArgumentError: They do not fit.
@@ -85,15 +88,23 @@ class Arguments:
                 errors = list(self._validator.iter_errors(arguments))
                 if errors:
                     raise _argument_error(errors)
-            if self._adapter is None:
-                return dict(arguments)
-            values: dict[str, Any] = self._adapter.validator.validate_python(arguments)
+            values: dict[str, Any] = detached(arguments)
+            if self._adapter is not None:
+                values = self._adapter.validator.validate_python(values)
         except RecursionError:
             raise ArgumentError("the arguments are nested too deeply", "$") from None
         except PydanticValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise ArgumentError(_excerpt(first["msg"]), _excerpt(_path(first["loc"]))) from error
         return values
+
+
+def detached(value: Any) -> Any:
+    """Return a value whose dicts and lists, at any depth, are copies; what they hold is the same."""
+    kind = type(value)
+    if kind is dict:
+        return {key: detached(each) if type(each) in _CONTAINERS else each for key, each in value.items()}
+    return [detached(each) for each in value] if kind is list else value
 
 
 def _argument_error(errors: list[ValidationError]) -> ArgumentError:
@@ -134,7 +145,12 @@ def as_schema(
             "parameters": source.parameters,
         }
     else:
-        body = source.get("function", source)
+        body = source.get("function", source) if isinstance(source, Mapping) else source
+    if not isinstance(body, Mapping):
+        raise ToolSchemaError(
+            f"{shown(source)} is no tool schema: write a ToolSchema, OpenAI's form, or a dict with name, description "
+            "and parameters"
+        )
     label = name or body.get("name")
     if not isinstance(label, str) or not label:
         raise ToolSchemaError(f"a tool schema without a name: {source!r}; write name=... or a 'name' in the schema")
@@ -144,20 +160,37 @@ def as_schema(
         raise ToolSchemaError(
             f"tool {label!r}: a schema has name, description and parameters, not {', '.join(sorted(unknown))}"
         )
-    parameters = copy.deepcopy(dict(body.get("parameters") or {"type": "object", "properties": {}}))
+    text = body.get("description") if description is None else description
+    if not isinstance(text, str | None):
+        raise ToolSchemaError(f"tool {label!r}: its description is {shown(text)}: write a text")
+    return ToolSchema(label, text or "", _checked_parameters(label, body.get("parameters")))
+
+
+def _checked_parameters(label: str, given: Any) -> dict[str, Any]:
+    """Return a copy of given parameters that are a JSON schema of an object."""
+    given = given or {"type": "object", "properties": {}}
+    if not isinstance(given, Mapping):
+        raise ToolSchemaError(
+            f"tool {label!r}: its parameters are {shown(given)}: write a JSON schema of type 'object'"
+        )
+    parameters = copy.deepcopy(dict(given))
     if parameters.get("type") != "object":
         raise ToolSchemaError(
             f"tool {label!r}: its parameters are of type {parameters.get('type')!r}: write a JSON schema of type "
             '\'object\', such as {"type": "object", "properties": {...}}'
         )
     try:
-        Draft202012Validator.check_schema(parameters)
+        dialect_of(parameters).check_schema(parameters)
     except SchemaError as error:
         raise ToolSchemaError(
             f"tool {label!r}: its parameters are no JSON schema: {error.message} at {error.json_path}"
         ) from error
-    text = body.get("description") if description is None else description
-    return ToolSchema(label, text or "", parameters)
+    nowhere = unresolved(parameters)
+    if nowhere is not None:
+        raise ToolSchemaError(
+            f"tool {label!r}: its parameters refer to {nowhere!r}, which is not in them: put the definition under $defs"
+        )
+    return parameters
 
 
 def function_schema(
@@ -260,6 +293,8 @@ def _without_self(parameters: list[inspect.Parameter]) -> list[inspect.Parameter
 
 def _parameters(fn: Callable[..., Any], label: str) -> list[inspect.Parameter]:
     parameters = _without_self(list(inspect.signature(fn).parameters.values()))
+    if parameters and parameters[0].name == "cls" and parameters[0].annotation is inspect.Parameter.empty:
+        raise ToolSchemaError(f"tool {label!r}: a class method is no tool: write a method, with self, or a static one")
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ToolSchemaError(

@@ -12,10 +12,14 @@ from typing import Any
 from turnwise.errors import TaskError, shown
 from turnwise.tasks import Task
 from turnwise.tools.core import FunctionTool, Tool
+from turnwise.tools.instances import taken_by
 from turnwise.tools.registry import nearest
+from turnwise.tools.schema import detached
 
 _BASE: tuple[str, ...] = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _FUNCTION: tuple[str, ...] = ("execute_kwargs",)
+_TAKEN: frozenset[str] = frozenset(("self", "instance_id", "parameters", "agent_data"))
+"""What a tool's methods are given by others than the task."""
 
 
 def selected(tools: Mapping[str, Tool], task: Task | None) -> dict[str, Tool]:
@@ -102,8 +106,25 @@ def _read(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str, dict[s
                 )
             if not isinstance(arguments, Mapping) or not all(isinstance(each, str) for each in arguments):
                 raise TaskError(f"{where}[{name!r}][{key!r}] is {shown(arguments)}: it must be an object")
-            given[name][key] = dict(arguments)
+            _check_taken(f"{where}[{name!r}][{key!r}]", tools[name], key, arguments)
+            # Copies: the row is everybody's, and a tool may change what it is given.
+            given[name][key] = detached(dict(arguments))
     return given
+
+
+def _check_taken(where: str, tool: Tool, key: str, arguments: Mapping[str, Any]) -> None:
+    """Hold arguments of a task against the method that will be called with them."""
+    if isinstance(tool, FunctionTool):
+        return  # see _check_injected
+    named, takes_any = taken_by(tool, key)
+    takes_any = takes_any or key in named
+    unknown = [each for each in arguments if each in _TAKEN or not (takes_any or each in named)]
+    if unknown:
+        method = f"{type(tool).__qualname__}.{key.removesuffix('_kwargs')}"
+        raise TaskError(
+            f"{where} has {', '.join(map(repr, unknown))}, which {method} does not take from a task: it takes "
+            f"{', '.join(sorted(named - _TAKEN)) or 'nothing'}"
+        )
 
 
 def _check_injected(where: str, name: str, tool: FunctionTool, arguments: Mapping[str, Any]) -> None:

@@ -37,9 +37,11 @@ class ToolThreads(Executor):
         self.max_workers = max_workers
         self.max_lost = max_lost
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._workers = 0
+        # Never both above 0: threads that no call was promised, and calls that no thread was promised.
+        self._idle = 0
+        self._waiting = 0
         self._pending: set[Future[Any]] = set()
         self._lost: set[Future[Any]] = set()
         self._closed = False
@@ -78,7 +80,8 @@ class ToolThreads(Executor):
             self._pending.discard(future)
             self._lost.add(future)
             self._workers -= 1
-            if not self._work.empty():
+            if self._waiting:
+                self._waiting -= 1
                 self._staff()
             return True
 
@@ -102,10 +105,13 @@ class ToolThreads(Executor):
             futures.wait(pending)
 
     def _staff(self) -> None:
-        if self._idle.acquire(blocking=False) or self._workers >= self.max_workers:
-            return
-        self._workers += 1
-        threading.Thread(target=self._run, name="turnwise-tool", daemon=True).start()
+        if self._idle:
+            self._idle -= 1
+        elif self._workers >= self.max_workers:
+            self._waiting += 1
+        else:
+            threading.Thread(target=self._run, name="turnwise-tool", daemon=True).start()
+            self._workers += 1
 
     def _run(self) -> None:
         while True:
@@ -124,8 +130,11 @@ class ToolThreads(Executor):
                     # Its place was given to another thread when the call was given up.
                     self._lost.discard(future)
                     return
+                if self._waiting:
+                    self._waiting -= 1
+                else:
+                    self._idle += 1
             del item, future, fn, args, kwargs
-            self._idle.release()
 
 
 @functools.cache

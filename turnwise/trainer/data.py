@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.inference.core import Renderer
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.task_checks import PromptLimit, check_specs, task_source
+from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
 from turnwise.tasks import SourceReport, TaskOrder, open_order
 from turnwise.trainer.checkpoint import TrainerState
 from turnwise.trainer.config import TrainConfig
@@ -69,9 +69,11 @@ async def open_tasks(
 
     Raises:
         ConfigError: Nobody names any tasks.
+        RegistryError: There is no such environment or agent.
         TaskError: They cannot be loaded, there are none, the state does not fit them, or they name an environment or
             agent that cannot be made.
     """
+    check_own(config.rollout)
     order, reports = open_order(
         task_source(config.tasks, config.rollout, "tasks"),
         seed=config.seed,

@@ -16,9 +16,11 @@ import orjson
 
 from turnwise.agents.core import make_agent
 from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.wrappers import wrap
 from turnwise.errors import CheckpointError, ConfigError, EnvError, TurnwiseError
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
+from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.task_checks import PromptLimit, check_specs, made_env, task_source
 from turnwise.tasks import SourceReport, Task, load_mix, open_order
 from turnwise.tools.core import Tool
@@ -90,6 +92,10 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
         await checker.run("tools", checker.tools(toolbox))
         await checker.run("episodes", checker.episodes())
     await checker.run("agent", checker.agent())
+    if config.rollout.env.wrappers:
+        await checker.run("wrappers", checker.wrappers())
+    if config.rollout.group_reward is not None:
+        await checker.run("group reward", checker.group_reward())
     return DryRun(checker.checks, list(_plan(config)))
 
 
@@ -205,8 +211,8 @@ class _Checker:
         for task in self._first:
             env = made_env(task, self._config.rollout)
             try:
-                names |= dict.fromkeys(schema.name for schema in schemas(env))
                 most = max(most, await self._begin(env, task))
+                names |= dict.fromkeys(schema.name for schema in schemas(env))
             finally:
                 await invoke(env, "close")
         said = f"{len(self._first)} begun; the model may call {', '.join(names) or 'nothing'}"
@@ -238,6 +244,20 @@ class _Checker:
         spec = self._config.rollout.agent
         make_agent(spec.name, **spec.config)
         return spec.name
+
+    async def wrappers(self) -> str:
+        # Around an environment of no episode: one that resets may write what it records.
+        env = Env()
+        for wrapper in self._config.rollout.env.wrappers:
+            env = wrap(env, wrapper.name, **wrapper.config)
+        return ", ".join(wrapper.name for wrapper in self._config.rollout.env.wrappers)
+
+    async def group_reward(self) -> str:
+        config = self._config.rollout.group_reward
+        if config is None:
+            return "none"
+        GroupRewarder(config, write=None, save_messages=False, executor=None)
+        return config.function
 
 
 def _counted(reports: list[SourceReport]) -> str:

@@ -11,7 +11,8 @@ import pytest
 from turnwise.envs import Env, EnvSpec, SingleTurnEnv, ToolEnv, check_env, tool_call
 from turnwise.envs.core import StepResult
 from turnwise.envs.doctor.core import CHECKS
-from turnwise.errors import EnvError, RegistryError, TaskError
+from turnwise.envs.lookup import LookupEnv
+from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError
 from turnwise.tasks import Task
 from turnwise.tools import BaseTool, ToolResponse, function_tool
 from turnwise.types import ToolSchema, text_of
@@ -265,6 +266,11 @@ class Generous(Good):
         return 0.5 if final is not None and text_of(final) == "" else super().score(final)
 
 
+class PaysSilence(Good):
+    def score(self, final):
+        return 1.0 if final is None else super().score(final)
+
+
 class PaysEcho(Good):
     def score(self, final):
         return 0.5 if final is not None and text_of(final) == "go" else super().score(final)
@@ -360,8 +366,13 @@ class OldGym(Env):
 
 
 class Blocks(Good):
+    def reset(self, task=None, *, seed=None):
+        self.slow = seed == 5  # one of those whose cost is measured, and few others
+        return super().reset(task, seed=seed)
+
     def score(self, final):
-        time.sleep(0.26)
+        if self.slow:
+            time.sleep(0.3)
         return 0.0
 
     def solve(self):
@@ -462,6 +473,7 @@ async def test_one_that_needs_a_task():
         (AnswerInPrompt, "answers", "stands in the prompt"),
         (AnswerInTool, "answers", "description of the tool 'look'"),
         (Generous, "null policy", "empty messages scores 0.5: the floor is 0"),
+        (PaysSilence, "null policy", "without an answer, score(None), scores 1: the floor is 0"),
         (PaysEcho, "repeat policy", "repeating the question scores 0.5"),
         (PaysCalls, "random policy", "on average"),
         (Unsolved, "reference", "scores 0 of 1"),
@@ -524,13 +536,26 @@ async def test_a_tool_that_exits_is_an_answer_and_no_exit():
 async def test_one_that_hangs_is_given_up(env, check, ran):
     RELEASE.clear()
     try:
-        report = await check_env(env, timeout=0.2)
+        report = await check_env(env, timeout=1.0)
     finally:
         RELEASE.set()
     assert [finding.check for finding in report.findings] == [check], str(report)
-    assert "longer than 0.2 s" in str(report)
+    assert "longer than 1 s" in str(report)
     assert len(report.checks) == ran
     assert len(report.checks) + len(report.skipped) == (len(CHECKS) if ran else 0)
+
+
+async def test_what_makes_no_environment():
+    report = await check_env(lambda: 3)
+    assert [each.check for each in report.errors] == ["construct"]
+    assert "made 3: it must make an environment" in str(report)
+
+
+async def test_arguments_that_examine_nothing():
+    with pytest.raises(ConfigError, match="no seeds"):
+        await check_env(LookupEnv, seeds=())
+    with pytest.raises(ConfigError, match=r"timeout is 0: it must be more than 0"):
+        await check_env(LookupEnv, timeout=0)
 
 
 async def test_one_that_does_not_exist():

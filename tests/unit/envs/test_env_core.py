@@ -140,6 +140,8 @@ class TestResults:
             (("a", None, False, False, {}), "reward None"),
             (("a", "1", False, False, {}), "reward '1'"),
             (("a", 0, 0.0, False, {}), "terminated=0.0"),
+            (("a", 0, None, False, {}), "terminated=None"),
+            (("a", 0, False, {}, {}), "truncated={}"),
             (("a", 0, False, "no", {}), "truncated='no'"),
             (("a", 0, False, False, []), r"info \[\]"),
             ((3, 0, False, False, {}), "observation"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import sys
@@ -17,7 +18,7 @@ from turnwise.envs.lookup import LookupEnv, table
 from turnwise.envs.mcp_server import EnvServer
 from turnwise.envs.served import ServedEpisode
 from turnwise.envs.single_turn import SingleTurnEnv
-from turnwise.errors import ConfigError, EnvError
+from turnwise.errors import ConfigError, EnvError, TaskError
 from turnwise.tasks import Task
 from turnwise.tools import MCPServerConfig, Toolbox, ToolResponse, ToolRunner, ToolsConfig, function_tool
 from turnwise.types import ToolCall
@@ -143,6 +144,42 @@ class TestOneClient:
             result = await client.call_tool("finish", {"answer": "4"})
             assert result.structured_content["reward"] == 1.0
 
+    async def test_an_environment_that_cannot_be_reset_is_closed(self) -> None:
+        closed = []
+
+        class Broken(ToolEnv):
+            def reset(self, task=None, *, seed=None):
+                raise OSError("the disk is gone")
+
+            def close(self):
+                closed.append(self)
+                return super().close()
+
+        async with Client(EnvServer(Broken, "broken").server()) as client:
+            with pytest.raises(MCPError, match=r"EnvError: .*Broken.reset raised OSError: the disk is gone"):
+                await client.list_tools()
+        assert len(closed) == 1
+
+    async def test_tasks_are_read_as_sessions_come(self) -> None:
+        def endless():
+            for number in itertools.count():
+                if number == 2:
+                    raise TaskError("line 3 is malformed")
+                yield Task(f"t{number}", f"question {number}")
+
+        class Asks(ToolEnv):
+            def score(self, final):
+                return 1.0
+
+        server = EnvServer(Asks, "asks", tasks=endless())
+        for number in range(2):
+            async with Client(server.server()) as client:
+                assert texts(await client.call_tool("task", {})) == [f"question {number}"]
+            await server.end("")
+        async with Client(server.server()) as client:
+            with pytest.raises(MCPError, match="TaskError: line 3 is malformed"):
+                await client.list_tools()
+
 
 class TestProcesses:
     """Through the command line, as a client would start it."""
@@ -161,6 +198,40 @@ class TestProcesses:
                 assert texts(await client.call_tool("served_twice", {"n": 4})) == ["8"]
                 [text] = texts(await client.call_tool("task", {}))
                 assert text.startswith("Who manages ")
+
+    async def test_what_an_environment_prints_does_not_come_between_the_messages(self, tmp_path) -> None:
+        (tmp_path / "prints.py").write_text(
+            "import itertools\nfrom turnwise import ToolEnv\nprint('imported', flush=True)\n"
+            "class Prints(ToolEnv):\n"
+            "    def __init__(self):\n        print('made', flush=True)\n"
+            "    def score(self, final):\n        print('scored')\n        return 1.0\n"
+            "    def close(self):\n        print('closed')\n        return super().close()\n"
+            "def tasks():\n    yield from ({'prompt': f'number {n}'} for n in itertools.count())\n"
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "turnwise", "mcp", f"{tmp_path}/prints.py:Prints", "--tasks",
+            f"{tmp_path}/prints.py:tasks", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+        finish = {"name": "finish", "arguments": {"answer": "x"}}
+        lines = [
+            {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": about},
+            {"jsonrpc": "2.0", "method": "notifications/initialized"},
+            {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": finish},
+        ]
+        try:
+            process.stdin.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            answers = [json.loads(await process.stdout.readline()) for _ in range(2)]
+            out, err = await process.communicate(b"")  # and hang up
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert [answer["id"] for answer in answers] == [1, 2]
+        assert answers[1]["result"]["structuredContent"]["reward"] == 1.0
+        assert out == b""
+        assert all(word in err.decode() for word in ("imported", "made", "scored", "closed"))
 
     async def test_over_http_each_session_is_an_episode(self, tmp_path) -> None:
         out = tmp_path / "out.jsonl"
@@ -204,6 +275,10 @@ class TestProcesses:
         out, err = await process.communicate()
         assert (process.returncode, out) == (1, b"")
         assert "TaskError: --task x: turnwise.envs.lookup:tasks?n=3 names none" in err.decode()
+
+    async def test_a_port_that_cannot_be(self) -> None:
+        with pytest.raises(ConfigError, match=r"cannot bind 127.0.0.1 port 99999 .*choose another, or 0"):
+            await EnvServer(LookupEnv, "lookup").serve_http("127.0.0.1", 99999, print)
 
 
 class TestToolEnvironment:

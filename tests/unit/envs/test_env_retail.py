@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sqlite3
+import time
 from collections import Counter
 from random import Random
 
@@ -170,10 +171,35 @@ def test_facts_are_amounts_by_value_and_words_by_boundary():
     assert not states("$11250.50", ["$1250.50"])
     assert states("Order w123, as you said", ["W123"])
     assert not states("Order W1234", ["W123"])
-    assert not states("$1 $2 $3 $4 $5 $6 $7", ["$3"])
+    assert states("$3 of $4", ["$3"])
+    assert not states("$2, $3 or $4", ["$3"])
+    assert states("$1 and $2 and $3", ["$1", "$2.00"])
+    assert states("W123: $2, $3 or $4", ["W123"])
     assert not states("$3" + "." * LONGEST_ANSWER, ["$3"])
     assert states("anything", [])
     assert not states("", ["$3"])
+
+
+def test_a_long_answer_is_not_searched():
+    # What looks for amounts takes time in the square of such a text: 20 s of processor time for this one.
+    before = time.process_time()
+    assert not states("1," * 20_000, ["$3"])
+    assert time.process_time() - before < 2
+
+
+async def test_reading_all_prices_aloud_is_not_naming_the_lowest():
+    told = 0
+    for task in tasks(20, split="test", kind="question"):
+        if "cheapest" not in task.prompt:
+            continue
+        env = await begun(task)
+        prices = [row["price"] for row in env.desk.store.rows("SELECT DISTINCT price FROM variants ORDER BY price")]
+        near = [each for each in prices if each >= round(100 * float(task.data["facts"][0][1:]))][:6]
+        assert env.score(says(f"It is one of {', '.join(map(dollars, near))}.")) == 0.0
+        assert env.score(says(f"It is {dollars(near[0])}.")) == 1.0
+        await invoke(env, "close")
+        told += 1
+    assert told >= 5
 
 
 # Tools.
@@ -464,6 +490,24 @@ def test_the_order_of_independent_changes_does_not_count():
         found.add(json.dumps(store.digest()))
         store.close()
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("kind", ["return", "exchange"])
+async def test_items_may_be_handled_in_one_call_or_one_by_one(kind):
+    split = 0
+    for task in of_kind(kind, 16):
+        env = await begun(task)
+        await invoke(env, "step", calls(("find_user_by_email", {"email": _email(env)})))
+        ((name, arguments),) = env.goal.actions
+        split += len(arguments["item_ids"]) > 1
+        for number, item in enumerate(arguments["item_ids"]):
+            one = {**arguments, "item_ids": [item]}
+            if "new_item_ids" in arguments:
+                one["new_item_ids"] = [arguments["new_item_ids"][number]]
+            await invoke(env, "step", calls((name, one)))
+        assert env.differences() == []
+        await invoke(env, "close")
+    assert split >= 3
 
 
 # Bad tasks.

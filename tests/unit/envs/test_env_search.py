@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -210,17 +211,30 @@ async def test_the_tools_tell_ids_and_errors():
         ("Kagul, Fifel, Timor", "Kagul", False),
         ("\uff4b\uff41\uff47\uff55\uff4c", "Kagul", True),
         ("", "Kagul", False),
+        ("A", "A", True),
+        ("", "A", False),
+        ("The", "A", False),
+        ("**Final answer:**\n\nKagul", "Kagul", True),
     ],
 )
 def test_answers_are_compared_by_their_words(text, accepted, right):
     assert exact(answer_in(text), [accepted, "something else"]) == float(right)
 
 
+@pytest.mark.parametrize("piece", ["\n", "\n.", "#### \n", "Answer:\n", "answer\n"])
+def test_no_answer_costs_more_than_its_length(piece):
+    # In the square of it, each of these takes 10 to 60 s of processor time.
+    before = time.process_time()
+    answer_in(piece * 20_000)
+    assert time.process_time() - before < 2
+
+
 def test_f1_is_the_share_of_common_words():
     # 2 common words of 3 and 2: 2 * 2 / 5.
     assert f1("Weamurt Gobrith Senior", ["Weamurt Gobrith"]) == pytest.approx(0.8)
     assert f1("nothing", ["Weamurt Gobrith"]) == 0.0
-    assert f1("a the", ["the"]) == 0.0
+    assert f1("", ["the"]) == 0.0
+    assert f1("the Weamurt", ["the"]) == 0.0
     # A word said twice is common once: 2 * 1 / 3.
     assert f1("x x", ["x"]) == pytest.approx(2 / 3)
 
@@ -314,6 +328,7 @@ def test_what_is_missing_is_named(tmp_path):
         ("3", "a row is an object"),
         ({"question": "q"}, r"field 'answer' is missing \(fields here: 'question'\)"),
         ({"answer": "a"}, r"field 'question' is missing"),
+        ({"question": "q", "answer": ["a", "?"]}, "has no letter and no digit to compare"),
         ({"question": 3, "answer": "a"}, "field 'question' is 3"),
         ({"question": "q", "answer": None}, "field 'answer' is None"),
         ({"question": "q", "answer": []}, "field 'answer'"),

@@ -144,6 +144,17 @@ def test_a_query_without_an_end_is_stopped_and_the_next_one_runs(shop, sql):
     assert rows_of(shop, "SELECT COUNT(*) FROM orders") == [(380,)]
 
 
+def test_a_result_is_bounded_as_a_whole_and_the_next_query_runs(shop):
+    # 5,000 rows of 50 texts, each of which is allowed: 1 GB.
+    many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 5000), "
+    text = f"t(x) AS (SELECT printf('%4000c', 'a')) SELECT {', '.join(['x'] * 50)} FROM n, t"
+    with pytest.raises(ToolError, match="more than 32 MB: ask for fewer rows or columns"):
+        shop.query(many + text, most_rows=5_000)
+    with pytest.raises(ToolError, match="too many columns"):
+        shop.query(f"SELECT {', '.join(['1'] * 201)}", most_rows=1)
+    assert rows_of(shop, "SELECT COUNT(*) FROM orders") == [(380,)]
+
+
 def test_steps_are_limited_so_that_the_same_query_ends_the_same_way_everywhere():
     count = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r LIMIT {}) SELECT MAX(x) FROM r"
     with closing(made("shop", 1, steps=200_000)) as database:

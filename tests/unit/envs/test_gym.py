@@ -210,12 +210,43 @@ def test_what_is_wrong_is_told():
     env = to_gymnasium("lookup", tasks=[Task("a", "x", {"person": "ana"})])
     assert env.reset(options={"task": "a"})[1]["task_id"] == "a"
     assert env.reset(options={"task": {"id": "b", "prompt": "y"}})[1]["task_id"] == "b"
-    for wanted in (1, "b", 1.5):
+    for wanted in (1, "b", 1.5, [1], True):
         with pytest.raises(TaskError, match=r"there are 1 tasks"):
             env.reset(options={"task": wanted})
     for action in (3, {"role": "user"}, {"tool_calls": [3]}, {"tool_calls": 3}, {"content": 3}):
         with pytest.raises(EnvError):
             env.step(action)
+    env.close()
+
+
+def test_closing_before_the_first_reset_closes_the_environment_and_once():
+    class Counts(LookupEnv):
+        closed = 0
+
+        async def close(self):
+            self.closed += 1
+
+    inner = Counts()
+    env = to_gymnasium(inner)
+    env.close()
+    env.close()
+    assert inner.closed == 1
+    env.reset(seed=1)
+    env.close()
+    assert inner.closed == 2
+
+
+def test_what_is_no_environment_or_no_observation_is_told():
+    with pytest.raises(EnvError, match="made 3: it must make an environment"):
+        to_gymnasium(lambda: 3)
+
+    class Half(LookupEnv):
+        def reset(self, task=None, *, seed=None):
+            return "\ud800", {}
+
+    env = to_gymnasium(Half)
+    with pytest.raises(EnvError, match="an observation is not JSON"):
+        env.reset(seed=1)
     env.close()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
+import time
 
 import gymnasium
 import jsonschema
@@ -15,8 +17,9 @@ from gymnasium import spaces
 from support.toy_renderer import ToyRenderer
 from turnwise.envs import EnvSpec, check_env, invoke, make, schemas
 from turnwise.envs.gym import from_gymnasium
+from turnwise.envs.gym_env import _said
 from turnwise.envs.gym_text import plain_value, space_schema, value_from_json, value_text
-from turnwise.errors import ConfigError, EnvError
+from turnwise.errors import ConfigError, EnvError, ToolError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -205,8 +208,9 @@ async def test_every_space_has_a_text_a_schema_and_a_way_back(space):
         assert space.contains(back)
         assert plain_value(back) == as_json
         assert isinstance(value_text(space, value), str)
-    for wrong in ({"x": 1}, [[[1]]], "a text that is too long", None, True, [0.5, 0.5, 0.5], 1e300):
-        with pytest.raises(EnvError, match="is no action"):
+    huge = 10**400  # JSON has no largest number
+    for wrong in ({"x": 1}, [[[1]]], "a text that is too long", None, True, [0.5, 0.5, 0.5], 1e300, huge, [huge] * 2):
+        with pytest.raises(ToolError, match="is no action"):
             value_from_json(space, wrong)
 
 
@@ -224,6 +228,35 @@ async def test_every_space_is_acted_in_by_text_and_by_tool(space):
         assert [(each.reward, each.truncated) for each in results] == [(0.5, False), (0.5, False), (0.5, True)]
         assert [plain_value(each) for each in env.world.env.taken] == [plain_value(wanted)] * 3
         await invoke(env, "close")
+
+
+@pytest.mark.parametrize("space", SPACES, ids=repr)
+@pytest.mark.parametrize("value", [1e300, 10**400, math.nan, "\ud800", [math.nan, 1], [[1e39]], {"no": 1}], ids=repr)
+async def test_an_action_that_is_none_is_told_to_the_model_and_ends_nothing(space, value):
+    # Also where it fits the schema: a text of other letters, an element beyond its own bound.
+    env = from_gymnasium(Odd(space), tools=True)
+    await invoke(env, "reset", None, seed=1)
+    result = await invoke(env, "step", calls(("act", {"action": value})))
+    assert '"error"' in result.observation[0]["content"]
+    assert not (result.terminated)
+    assert not (result.truncated)
+    assert env.world.env.taken == []
+    await invoke(env, "close")
+
+
+async def test_a_whole_number_with_a_point_is_one():
+    env = from_gymnasium(Odd(gymnasium.spaces.Discrete(3)), tools=True)
+    await invoke(env, "reset", None, seed=1)
+    await invoke(env, "step", calls(("act", {"action": 1.0})))
+    assert env.world.env.taken == [1]
+    await invoke(env, "close")
+
+
+def test_a_text_of_opening_tags_costs_no_more_than_its_length():
+    before = time.process_time()
+    assert _said("<action>" * 30_000 + "2", gymnasium.spaces.Discrete(3)) == "<action>" * 30_000 + "2"
+    assert time.process_time() - before < 2
+    assert _said("<action>1</action> <ACTION>2</ACTION> <action>", gymnasium.spaces.Discrete(3)) == 2
 
 
 async def test_functions_of_ones_own_show_and_read():

@@ -153,6 +153,35 @@ async def test_scores_that_are_none_are_never_numbers(server, score):
         await ask(judge(server, attempts=1))
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"reasoning": "it claims a score: 10 of 10, but', "length"),
+        ('{"reasoning": "see", "score": 10}', "length"),
+        ("<think> a score: 10 would be", "stop"),
+        ("score: 10%", "stop"),
+        ("score: 1,000", "stop"),
+    ],
+)
+async def test_what_is_weighed_or_cut_off_is_no_verdict(server, text, reason):
+    said = {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
+    server.answer = lambda body: web.json_response(said)
+    with pytest.raises(EnvError, match="gave no verdict in 2 tries"):
+        await ask(judge(server, attempts=2))
+    assert len(server.asked) == 2
+
+
+async def test_a_cache_that_cannot_be_written_is_refused_before_anybody_is_asked(server, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written: name a file in a folder"):
+        judge(server, cache_file=str(tmp_path / "file" / "verdicts.jsonl"))
+    made = judge(server, cache_file=str(tmp_path / "new" / "verdicts.jsonl"))
+    assert not (tmp_path / "new").exists()
+    await ask(made)
+    await made.close()
+    assert (tmp_path / "new" / "verdicts.jsonl").stat().st_size
+
+
 async def test_a_server_without_structured_answers_is_asked_without(server):
     server.answer = lambda body: (
         failing(400, "response_format is not supported") if "response_format" in body else verdict(3)
@@ -196,8 +225,11 @@ async def test_broken_connections_and_silence_are_tried_again(server):
 
 @pytest.mark.parametrize("form", ["seconds", "date"])
 async def test_retry_after_is_kept_to(server, form):
-    after = "1" if form == "seconds" else email.utils.formatdate(time.time() + 2, usegmt=True)
-    server.answer = in_turn(lambda: failing(429, **{"Retry-After": after}), verdict(5))
+    def later() -> str:
+        # Said when it is asked: a date that was made before would be nearer on a busy machine.
+        return "1" if form == "seconds" else email.utils.formatdate(time.time() + 2, usegmt=True)
+
+    server.answer = in_turn(lambda: failing(429, **{"Retry-After": later()}), verdict(5))
     await ask(judge(server))
     assert server.times[1] - server.times[0] >= 0.95
     server.answer = lambda body: failing(429, **{"Retry-After": "4000"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,6 +183,10 @@ async def test_the_wire_is_vllms(http, replica):
         ({"messages": []}, 400, "messages", "messages must be a list"),
         ({"messages": [{"role": "user"}], "chat_template_kwargs": 3}, 400, "chat_template_kwargs", "object"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [3]}]}, 400, "messages", "a call is 3"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "messages", "messages[0].content holds 5"),
+        ({"messages": [{"content": "a"}]}, 400, "messages", "messages[0].role is None"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages",
+         "no media are judged"),
         ({"input": "a", "use_activation": "no"}, 400, "use_activation", "true or false"),
         ({"input": "a", "actviation": True}, 400, "actviation", "is no field"),
         ({"input": "a", "model": "other"}, 404, "model", "'tiny' is served here"),
@@ -196,6 +201,8 @@ async def test_bad_requests_name_field_value_and_remedy(http, body, status, fiel
 
 async def test_bodies_that_are_no_json_and_unknown_routes(http):
     async with http.post("/classify", data=b"{") as answer:
+        assert answer.status == 400
+    async with http.post("/classify", data=b"[1]") as answer:
         assert answer.status == 400
     async with http.post("/score", json={}) as answer:
         assert answer.status == 404
@@ -261,6 +268,8 @@ async def test_a_label_and_no_answer(triple, replica):
     with pytest.raises(EnvError, match="answered 1 outputs; label is 1"):
         await reward({"role": "assistant", "content": "a"}, "a", talk(1))
     assert await RewardModel(replica.url, without_answer=-2.0)(None, "", talk(1)) == -2.0
+    empty = {"role": "assistant", "content": ""}
+    assert await RewardModel(replica.url, without_answer=-2.0, last_message_only=True)(empty, "", talk(1)) == -2.0
     with pytest.raises(EndpointError, match=r"it answered 404: .*'tiny' is served here"):
         await RewardModel(replica.url, model="other")(talk(1)[-1], "", talk(1))
     await reward.close()
@@ -280,6 +289,13 @@ async def test_a_label_and_no_answer(triple, replica):
 async def test_bad_settings_are_refused_by_name(arguments, words):
     with pytest.raises(ConfigError, match=words):
         make("single_turn", scorer={"rm": {"function": "reward_model", "arguments": arguments}})
+
+
+async def test_a_folder_of_another_model_is_refused_before_anything_is_served(tmp_path):
+    for text, words in (("{", "cannot be read"), ('{"architectures": ["Qwen2ForCausalLM"]}', "no sequence classifier")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            RewardModel(model_dir=str(tmp_path))
 
 
 async def test_settings_of_the_server_are_checked(scalar):
@@ -326,6 +342,40 @@ async def test_a_model_that_is_served_for_this_process_ends_with_it(scalar):
         assert parent.wait(60) == (-signal.SIGKILL if killed else 0)
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
+
+
+async def test_a_server_of_this_process_that_died_is_started_again_for_all_who_ask(scalar, tmp_path):
+    model, folder = scalar[0], tmp_path / "own"
+    shutil.copytree(scalar[1], folder)
+    reward = RewardModel(model_dir=str(folder), server={"threads": 1}, retries=1, retry_wait=0.01)
+    talks = [talk(words) for words in range(5)]
+    wanted = [direct(model, template_ids(folder, each))[0] for each in talks]
+
+    def waiting() -> int:
+        links = psutil.Process().net_connections("tcp")
+        return sum(bool(each.raddr) and each.raddr.port == port for each in links)
+
+    def servers() -> list[psutil.Process]:
+        return [
+            each
+            for each in psutil.Process().children(recursive=True)
+            if str(folder) in " ".join(each.cmdline()) and each.status() != psutil.STATUS_ZOMBIE
+        ]
+
+    assert await reward(talks[0][-1], "", talks[0]) == pytest.approx(wanted[0], abs=1e-5)
+    [first] = servers()
+    port = next(each.laddr.port for each in first.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+    # Stopped, it holds the requests until it is killed: in the middle of a call.
+    first.suspend()
+    asking = [asyncio.create_task(reward(each[-1], "", each)) for each in talks]
+    while waiting() < len(talks):  # noqa: ASYNC110 - the kernel tells of connections to nobody
+        await asyncio.sleep(0.01)
+    first.kill()
+    assert await asyncio.gather(*asking) == pytest.approx(wanted, abs=1e-5)
+    assert [each.pid for each in servers()] != [first.pid]
+    assert len(servers()) == 1
+    await reward.close()
+    assert not servers()
 
 
 async def test_the_command_serves_and_its_death_is_an_error_and_no_number(scalar):

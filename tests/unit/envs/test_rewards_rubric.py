@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.envs import SingleTurnEnv, ToolEnv, invoke, make
-from turnwise.envs.rewards import Part, RewardFunction, Rubric, as_rubric
+from turnwise.envs.rewards import Part, RewardFunction, Rubric, as_rubric, core
 from turnwise.errors import ConfigError, EnvError
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
@@ -232,6 +232,38 @@ async def test_every_failure_names_the_function(function, words):
     with pytest.raises(EnvError, match=words) as error:
         await score({"bad": Part(function, timeout=0.05)})
     assert "reward function 'bad' (test_rewards_rubric:" in str(error.value)
+
+
+async def test_a_function_that_does_not_heed_its_cancellation_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(core, "CANCEL_GRACE_S", 0.05)
+    free, begun = asyncio.Event(), asyncio.Event()
+
+    async def stubborn(text):
+        begun.set()
+        while not free.is_set():
+            try:
+                await free.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    async def answers_late(text):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return 1.0
+
+    for function in (stubborn, answers_late):
+        with pytest.raises(EnvError, match=r"took longer than 0.05 s \(timeout\)"):
+            await asyncio.wait_for(score({"bad": Part(function, timeout=0.05)}), 30)
+    # Nor does it hold up who cancels the episode.
+    begun.clear()
+    running = asyncio.create_task(score({"bad": Part(stubborn, timeout=1000)}))
+    await begun.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 30)
+    free.set()
 
 
 async def test_all_failures_are_told_and_the_others_run_to_their_end():

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from turnwise.envs import SingleTurnEnv, invoke
-from turnwise.envs.rewards import Rubric, Symbolic, symbolic
+from turnwise.envs.rewards import Part, Rubric, Symbolic, symbolic
+from turnwise.envs.rewards.parts import ready_part
 from turnwise.errors import ConfigError, EnvError, MissingExtraError
 from turnwise.tasks import Task
 
@@ -57,6 +58,12 @@ async def test_a_hostile_answer_holds_nothing_up():
         )
     assert hostile == (0.0, {"undecided": 1.0})
     assert [value for value, _ in others] == [0, 0, 0, 1, 0, 0]
+
+
+async def test_waiting_behind_hostile_answers_is_no_time_out():
+    """A process compares one answer at a time, and the time-out of a part counts from when it is asked."""
+    assert ready_part("correct", Symbolic(), None).timeout == 600
+    assert ready_part("correct", Part(Symbolic(), timeout=5), None).timeout == 5
 
 
 async def test_an_undecided_comparison_may_be_an_error():

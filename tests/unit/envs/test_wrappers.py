@@ -180,6 +180,19 @@ async def test_a_time_limit_ends_a_step_that_does_not_end_and_answers_its_calls(
     await invoke(env, "close")
 
 
+async def test_a_time_limit_holds_for_single_calls():
+    inner = Tooled()
+    env = TimeLimit(inner, 0.05)
+    await invoke(env, "reset", None, seed=1)
+    for _ in range(2):
+        # The first one is interrupted, the second one is not begun.
+        response = await invoke(env, "call", ToolCall("c", "wait", {}))
+        assert response.error == "timeout"
+        assert "the episode's 0.05 s are over" in response.text
+    assert inner.cancelled
+    await invoke(env, "close")
+
+
 async def test_a_time_limit_does_not_cut_the_scoring_of_an_answer():
     begun, gate = asyncio.Event(), asyncio.Event()
     count = 0
@@ -327,6 +340,17 @@ async def test_transcripts_hold_episodes_line_by_line(tmp_path):
     assert first["messages"][-1]["content"] == played[-1][0]["content"]
     assert (second["task_id"], second["terminated"], second["rewards"]) == ("two", False, {"score": 0.0})
     assert [each["role"] for each in second["messages"]] == ["user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize("person", ["\ud800", 2**70])
+async def test_transcripts_hold_whatever_a_model_writes(tmp_path, person):
+    env = RecordTranscript(LookupEnv(), tmp_path / "t.jsonl")
+    await invoke(env, "reset", None, seed=3)
+    call = ToolCall("c", "team_of", {"person": person})
+    await invoke(env, "step", {"role": "assistant", "content": "", "tool_calls": [call]})
+    await invoke(env, "close")
+    (line,) = (tmp_path / "t.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(line)["messages"][1]["tool_calls"][0]["arguments"] == {"person": person}
 
 
 async def test_a_transcript_that_cannot_be_written_is_an_error_and_the_environment_is_closed(tmp_path):

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from support.toy_renderer import ToyRenderer
-from turnwise.errors import ConfigError, TaskError
+from turnwise.errors import ConfigError, RegistryError, TaskError
 from turnwise.evaluation import EvalPlan, evaluate, result_table
 from turnwise.evaluation.metrics import summarize
 from turnwise.evaluation.result import EvalResult
+from turnwise.evaluation.runner import load_eval_tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts
@@ -107,6 +108,13 @@ async def test_a_row_that_names_what_is_not_there_ends_the_evaluation_before_it_
     rows = write(tmp_path / "rows.jsonl", {"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p", "env": "lokup"})
     with pytest.raises(TaskError, match="task 'b': its environment cannot be made: there is no environment 'lokup'"):
         await run({"tasks": rows})
+
+
+async def test_an_agent_that_is_not_there_ends_the_evaluation_before_it_starts(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", {"id": "a", "prompt": "p"})
+    rollout = RolloutConfig.model_validate({"env": {"name": PAID}, "agent": {"name": "raect"}})
+    with pytest.raises(RegistryError, match="no agent is called 'raect'"):
+        await load_eval_tasks(EvalPlan.model_validate({"tasks": rows}), rollout, ToyRenderer())
 
 
 def test_failures_count_for_their_source() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from support.task_envs import Closing
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, RegistryError, TaskError
+from turnwise.rollout import task_checks
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.task_checks import PromptLimit, check_specs, task_source
+from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
 from turnwise.tasks import Task
 
 
@@ -92,6 +94,27 @@ class TestSpecs:
 
     async def test_the_run_s_own_environment_is_not_made(self) -> None:
         await check_specs([Task("a", "p")], rollout("support.task_envs:Broken"))
+        check_own(rollout("support.task_envs:Broken"))
+
+    def test_the_run_s_own_environment_and_agent_must_be_there(self) -> None:
+        with pytest.raises(RegistryError, match="no environment 'lokup'; did you mean 'lookup'"):
+            check_own(rollout("lokup"))
+        unknown = rollout(agent={"name": "raect"})
+        with pytest.raises(RegistryError, match="no agent is called 'raect'; did you mean 'react'"):
+            check_own(unknown)
+
+    async def test_no_more_than_some_environments_are_held_to_count_prompts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(task_checks, "_TOOLSETS_HELD", 4)
+        limit = await PromptLimit.create(1000, ToyRenderer(), rollout())
+        assert limit is not None
+        made = Closing.made
+        tasks = [Task(str(n), "p", env="support.task_envs:Closing", env_config={"pays": n}) for n in range(9)]
+        assert [limit(task) for task in [*tasks, *tasks[-1:]]] == [None] * 10
+        assert Closing.made - made == 9
+        gc.collect()
+        assert sum(type(each) is Closing for each in gc.get_objects()) <= 4
 
     @pytest.mark.parametrize(
         ("task", "message"),

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+import mcp_types
 import pytest
 from pydantic import ValidationError
 
@@ -20,7 +21,7 @@ from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.tasks import Task
 from turnwise.tools import MCPServerConfig, Toolbox, ToolRunner, ToolsConfig
-from turnwise.tools.mcp import MCPServer
+from turnwise.tools.mcp import MCPServer, MCPTool
 from turnwise.types import ToolCall
 
 
@@ -112,6 +113,41 @@ async def test_a_call_that_takes_too_long_is_answered_and_the_connection_goes_on
         assert (await answer(runner, "count")).text == "1"
 
 
+async def test_a_server_that_hangs_is_left_for_a_new_one() -> None:
+    async with toolbox(command=COMMAND, timeout=0.5) as box:
+        runner = await runner_of(box)
+        runner.tools["count"].timeout = 60
+        assert (await answer(runner, "count")).text == "1"
+        assert (await answer(runner, "block")).error == "timeout"
+        assert (await answer(runner, "count")).text == "1"
+    assert not _children()
+
+
+async def test_a_server_that_starts_more_slowly_than_calls_may_take_is_connected_to_all_the_same() -> None:
+    async with toolbox(command=COMMAND, timeout=0.05) as box:
+        runner = await runner_of(box)
+        runner.tools["die"].timeout = 60
+        with pytest.raises(EnvError, match="was lost during a call of 'die'"):
+            await answer(runner, "die")
+        async with asyncio.timeout(60):
+            while (counted := await answer(runner, "count")).error == "timeout":
+                pass
+        assert counted.text == "1"
+    assert not _children()
+
+
+async def test_what_a_server_writes_on_standard_error_does_not_fill_the_disk() -> None:
+    async with toolbox(command=COMMAND) as box:
+        runner = await runner_of(box)
+        assert (await answer(runner, "shout")).text == "said"
+        log = box._loaded[0]._server._shared._log
+        assert os.fstat(log.fileno()).st_size > 3 << 20
+        assert (await answer(runner, "count")).text == "1"
+        assert os.fstat(log.fileno()).st_size == 0
+        with pytest.raises(EnvError, match=r"\(its standard error ends with: dying as asked\)"):
+            await answer(runner, "die")
+
+
 async def test_over_http_many_calls_at_once() -> None:
     first = Tools()
     async with serving(first.server()) as url, toolbox(url=url, concurrent=True) as box:
@@ -176,6 +212,15 @@ class TestBadConfigurations:
         async with toolbox(command=COMMAND, include=["ecko"]) as box:
             with pytest.raises(ConfigError, match=r"include names 'ecko'; did you mean 'echo'\?; its tools are echo"):
                 await box.tools()
+
+    def test_a_tool_whose_schema_refers_to_what_is_not_in_it(self) -> None:
+        schema = {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/a.json"}}}
+        with pytest.raises(ConfigError, match=r"refer to 'http://127.0.0.1:9/a.json', .*or leave it out with include"):
+            MCPTool(MCPServer(MCPServerConfig(command=["x"])), mcp_types.Tool(name="t", input_schema=schema))
+
+    def test_what_lets_somebody_in_is_not_in_the_name(self) -> None:
+        server = MCPServer(MCPServerConfig(url="https://me:pass@example.org/mcp?token=abc#x"))
+        assert server.name == "https://example.org/mcp"
 
     async def test_two_servers_with_the_same_tools_collide_unless_prefixed(self) -> None:
         async with serving(Tools().server()) as url:

@@ -123,3 +123,25 @@ def test_a_lost_thread_does_not_keep_the_process_alive():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "end\n"
+
+
+def test_a_place_that_was_lost_is_given_to_the_next_call_also_after_calls_had_to_wait():
+    # One call waits while another runs, is taken, and hangs: nothing of that may be counted as an idle thread.
+    threads = ToolThreads(1)
+    go, begun, stuck = threading.Event(), threading.Event(), threading.Event()
+    first = threads.submit(go.wait, WAIT)
+    second = threads.submit(lambda: (begun.set(), stuck.wait(WAIT)))
+    go.set()
+    assert first.result(WAIT)
+    assert begun.wait(WAIT)
+    assert threads.abandon(second)
+    assert threads.submit(pow, 2, 3).result(WAIT) == 8
+    # And the other way round: what waited when the place was lost.
+    begun.clear()
+    third = threads.submit(lambda: (begun.set(), stuck.wait(WAIT)))
+    assert begun.wait(WAIT)
+    fourth = threads.submit(pow, 3, 2)
+    assert threads.abandon(third)
+    assert fourth.result(WAIT) == 9
+    stuck.set()
+    threads.shutdown()

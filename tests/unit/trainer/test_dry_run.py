@@ -95,6 +95,25 @@ async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None
     assert "did you mean 'react'" in checks["agent"]
 
 
+async def test_wrappers_and_the_group_reward_are_checked_where_there_are_any(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "transcript.jsonl"
+    recorder = {"name": "record_transcript", "config": {"path": str(file)}}
+
+    async def checked(wrappers: list[Any], group_reward: Any) -> dict[str, str]:
+        env = {"name": "lookup", "wrappers": wrappers}
+        rollout = {"env": env, "group_size": 4, "max_turns": 4, "group_reward": group_reward}
+        return by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout)))
+
+    wrong = await checked([{"name": "turn_limits"}], "rank_bye")
+    assert wrong["wrappers"].startswith("failed: there is no wrapper 'turn_limits'; did you mean 'turn_limit'")
+    assert wrong["group reward"].startswith("failed: rollout.group_reward: there is no reward function 'rank_bye'")
+    assert "did you mean 'rank_by'" in wrong["group reward"]
+    right = await checked([recorder], {"function": "rank_by", "arguments": {"metric": "turns"}})
+    assert right["wrappers"] == "ok: record_transcript"
+    assert right["group reward"] == "ok: rank_by"
+    assert not file.exists()
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [

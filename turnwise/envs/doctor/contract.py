@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from turnwise.envs.core import StepResult, as_messages, schemas
@@ -15,6 +14,7 @@ from turnwise.envs.doctor.exam import Exam, brief, place, some_calls
 from turnwise.envs.doctor.worker import Stalled
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import TurnwiseError
+from turnwise.tools.dialects import dialect_of
 from turnwise.types import Message, ToolCall
 
 GARBAGE: Final[tuple[Message, ...]] = (
@@ -50,7 +50,7 @@ async def tools(exam: Exam) -> None:
     for schema in schemas(exam.first):
         try:
             json.dumps(schema.parameters)
-            Draft202012Validator.check_schema(schema.parameters)
+            dialect_of(schema.parameters).check_schema(schema.parameters)
         except (SchemaError, TypeError, ValueError) as error:
             exam.find("tools", f"tool {schema.name!r}: its parameters are no JSON schema: {brief(str(error))}")
         if not schema.description:

@@ -82,9 +82,13 @@ async def check_env(
 
     Raises:
         RegistryError: There is no such environment.
-        ConfigError: What its configuration names cannot be loaded.
+        ConfigError: What its configuration names cannot be loaded, there is no seed, or no time.
         TaskError: Its own tasks cannot be loaded.
     """
+    if not seeds:
+        raise ConfigError("check_env got no seeds: episodes are reset with a seed, so give at least one")
+    if not timeout > 0:
+        raise ConfigError(f"check_env: timeout is {timeout!r}: it must be more than 0 seconds")
     examined = Examined(env, (task,), tuple(seeds), timeout, context_length, count_tokens or estimated_tokens)
     worker = Worker()
     try:
@@ -93,11 +97,7 @@ async def check_env(
         except (RegistryError, ConfigError):
             raise
         except TurnwiseError as error:
-            report = CheckReport(_name(env))
-            exam = Exam(examined, Env(), worker)
-            exam.report = report
-            exam.find("construct", str(error))
-            return report
+            return _not_made(examined, worker, env, error)
         if task is None:
             examined.tasks = tuple(tasks) if tasks else _own_tasks(first)
         exam = Exam(examined, first, worker)
@@ -107,6 +107,13 @@ async def check_env(
         return exam.report
     finally:
         await examined.close(worker)
+
+
+def _not_made(examined: Examined, worker: Worker, env: EnvSource, error: TurnwiseError) -> CheckReport:
+    exam = Exam(examined, Env(), worker)
+    exam.report = CheckReport(_name(env))
+    exam.find("construct", str(error))
+    return exam.report
 
 
 def _own_tasks(env: Env) -> tuple[Task | None, ...]:

@@ -234,11 +234,14 @@ async def made(source: EnvSource, toolbox: Toolbox | None = None) -> Env:
             return make(source)
         if isinstance(source, EnvSpec):
             return source.make(() if toolbox is None else await toolbox.tools())
-        return source()
+        found: Any = source()
     except TurnwiseError:
         raise
     except (Exception, SystemExit) as error:
         raise EnvError(f"the constructor raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, Env):
+        raise EnvError(f"{brief(source)} made {brief(found)}: it must make an environment (a turnwise.Env)")
+    return found
 
 
 def place(task: Task | None, seed: int) -> str:

@@ -15,7 +15,7 @@ from turnwise.tasks import Task
 from turnwise.tools.random_arguments import random_arguments
 from turnwise.types import Message, ToolCall, text_of
 
-Policy = Callable[[Played, int], Message]
+Policy = Callable[[Played, int], Message | None]
 
 STEPS: Final = 8
 """Most messages of a policy that knows nothing."""
@@ -26,9 +26,10 @@ _MOST_REFERENCE: Final = 1_000
 
 
 async def null(exam: Exam) -> None:
-    """Who says nothing earns nothing."""
+    """Who says nothing earns nothing, be it in empty messages or, as where turns run out, without a last message."""
     empty: Message = {"role": "assistant", "content": ""}
     await _exactly(exam, "null policy", lambda _played, _step: empty, "an episode of empty messages")
+    await _exactly(exam, "null policy", lambda _played, _step: None, "an episode without an answer, score(None),")
 
 
 async def repeat(exam: Exam) -> None:
@@ -76,7 +77,8 @@ async def _exactly(exam: Exam, name: str, policy: Policy, what: str) -> None:
         total = await _episode(exam, task, seed, policy)
         if total > most:
             most, where = total, f"seed {seed}" if task is None else f"task {task.id!r}, seed {seed}"
-    exam.report.figures[f"{name}, best score"] = most
+    figure = f"{name}, best score"
+    exam.report.figures[figure] = max(most, exam.report.figures.get(figure, most))
     if bounds is not None and most > bounds[0] + 1e-9:
         exam.find(name, f"{what} scores {most:g}: the floor is {bounds[0]:g}", _REMEDY, where=where)
 
@@ -101,6 +103,8 @@ async def _episode(exam: Exam, task: Task | None, seed: int, policy: Policy) -> 
         message: Message | None = None
         for step in range(STEPS):
             message = policy(played, step)
+            if message is None:
+                break
             await exam.step(played, message)
             if played.over:
                 return played.total

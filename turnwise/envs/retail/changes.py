@@ -105,7 +105,8 @@ def return_items(desk: Desk, order_id: str, item_ids: Sequence[str], payment_id:
         for item in items:
             sql = "UPDATE order_items SET state = 'returned' WHERE order_id = ? AND item_id = ?"
             desk.store.write(sql, order["order_id"], item["item_id"])
-        _refund(desk, order["order_id"], method["payment_id"], amount)
+            # Item by item, so that several calls leave the same rows as one.
+            _refund(desk, order["order_id"], method["payment_id"], item["price"])
     return {"order_id": order["order_id"], "returned": [item["item_id"] for item in items], "refunded": dollars(amount)}
 
 
@@ -220,12 +221,14 @@ def _replacements(
 
 def _settle(desk: Desk, order_id: str, payment_id: str, pairs: Sequence[tuple[Row, Row]]) -> str:
     method = desk.payment_method(payment_id)
-    difference: int = sum(new["price"] - old["price"] for old, new in pairs)
-    if difference > 0:
-        _pay(desk, order_id, method, difference)
-    elif difference < 0:
-        _refund(desk, order_id, method["payment_id"], -difference)
-    return dollars(difference)
+    # Item by item, so that several calls leave the same rows as one; what is given back comes first and can be spent.
+    differences: list[int] = sorted(new["price"] - old["price"] for old, new in pairs)
+    for difference in differences:
+        if difference > 0:
+            _pay(desk, order_id, method, difference)
+        elif difference < 0:
+            _refund(desk, order_id, method["payment_id"], -difference)
+    return dollars(sum(differences))
 
 
 def _give_back(desk: Desk, order_id: str) -> dict[str, int]:

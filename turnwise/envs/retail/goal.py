@@ -22,8 +22,9 @@ from turnwise.tasks import Task
 
 LONGEST_ANSWER: Final = 1_000
 """Characters of an answer that may state facts: who reads the shop aloud states none."""
-MOST_AMOUNTS: Final = 6
-"""Different amounts of money in such an answer."""
+FURTHER_AMOUNTS: Final = 1
+"""Different amounts of money in such an answer beyond those that were asked for: who reads all prices aloud has not
+found the lowest. The policy says so."""
 
 _AMOUNT: Final = re.compile(r"\$ ?(\d[\d,]*(?:\.\d+)?)|\b(\d[\d,]*(?:\.\d+)?) ?(?:dollars|USD)\b")
 
@@ -104,13 +105,17 @@ def states(answer: str, facts: Sequence[str]) -> bool:
     """Return whether an answer states all facts.
 
     An amount of money is stated by its value, however it is written (``$1,250.5`` is ``$1250.50``); anything else by
-    its words, whatever their case. An answer that is longer than ``LONGEST_ANSWER`` or names more than
-    ``MOST_AMOUNTS`` amounts states nothing.
+    its words, whatever their case. An answer that is longer than ``LONGEST_ANSWER``, or names more amounts than the
+    facts do and ``FURTHER_AMOUNTS``, states nothing.
     """
     if not facts:
         return True
+    # Its length comes first: what looks for amounts takes time in the square of the digits that follow each other.
+    if len(answer) > LONGEST_ANSWER:
+        return False
     amounts = _amounts(answer)
-    if len(answer) > LONGEST_ANSWER or len(amounts) > MOST_AMOUNTS:
+    asked = {amount for fact in facts for amount in _amounts(fact)}
+    if asked and len(amounts) > len(asked) + FURTHER_AMOUNTS:
         return False
     text = " ".join(answer.casefold().split())
     for fact in facts:

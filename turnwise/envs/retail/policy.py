@@ -15,7 +15,7 @@ def system_prompt(today: str) -> str:
 
 Identify the customer first: by e-mail address, or by first name, last name and zip code. Serve only this customer, \
 and act only on what the tools tell you and the customer asks for. Make exactly the changes that were asked for, \
-then answer in a few sentences, with the amounts, dates or ids that the customer wants to know.
+then answer in a few sentences, with the amounts, dates or ids that the customer wants to know, and no other amounts.
 
 Orders are pending, shipped, delivered or cancelled.
 

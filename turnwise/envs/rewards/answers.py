@@ -70,7 +70,9 @@ def normalize(text: str, how: Normalization) -> str:
     if how in ("case", "words"):
         text = text.casefold()
     if how == "words":
-        text = _ARTICLES.sub(" ", text.translate(_PUNCTUATION))
+        bare = text.translate(_PUNCTUATION)
+        # An answer that is nothing else, such as the choice A or a sign, keeps it: it is not the same as none.
+        text = next((each for each in (_ARTICLES.sub(" ", bare), bare) if each.strip()), text)
     return " ".join(text.split())
 
 

@@ -20,6 +20,7 @@ from turnwise.envs.rewards.loading import load_function
 from turnwise.envs.rewards.parts import GIVEN, Part, ReadyPart, in_order, ready_part
 from turnwise.errors import ConfigError, EnvError, shown
 from turnwise.tasks import Task
+from turnwise.tools.execute import CANCEL_GRACE_S
 from turnwise.tools.registry import nearest
 from turnwise.types import Message, text_of
 
@@ -240,22 +241,34 @@ async def call_function(
     Raises:
         EnvError: It raised, or took longer.
     """
-    scope = asyncio.timeout(timeout)
+    # A task of its own: one that does not heed its cancellation is left behind, and holds nobody up.
+    task = asyncio.ensure_future(_settled(function, args, kwargs, env, inline))
     try:
-        async with scope:
-            result = function(*args, **kwargs) if inline else await in_thread(env, function, args, kwargs)
-            return await result if inspect.isawaitable(result) else result
-    except TimeoutError as error:
-        if scope.expired():
-            raise EnvError(f"{what} took longer than {timeout:g} s (timeout)") from error
-        raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise EnvError(f"{what} raised CancelledError, but nobody cancelled it") from error
-    except (Exception, SystemExit) as error:  # a reward function's code: what it raises is named as its own
-        raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
+        await asyncio.wait({task}, timeout=timeout)
+    finally:
+        late = not task.done()
+        if late:
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    if late:
+        raise EnvError(f"{what} took longer than {timeout:g} s (timeout)")
+    if task.cancelled():
+        raise EnvError(f"{what} raised CancelledError, but nobody cancelled it")
+    result, raised = task.result()
+    if raised is not None:
+        raise EnvError(f"{what} raised {type(raised).__name__}: {raised}") from raised
+    return result
+
+
+async def _settled(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], env: Env, inline: bool
+) -> tuple[Any, BaseException | None]:
+    """Return what a function returns, or what it raises: some exceptions would end the event loop."""
+    try:
+        result = function(*args, **kwargs) if inline else await in_thread(env, function, args, kwargs)
+        return (await result if inspect.isawaitable(result) else result), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a reward function's code: it is named as its own
+        return None, error
 
 
 def _read(result: Any, label: str) -> _Value:

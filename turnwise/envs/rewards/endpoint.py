@@ -171,7 +171,7 @@ class Endpoint:
         # In turn, so that those who wait keep their order and none overtakes a server that asked for patience.
         async with link.turn:
             # Asked again after the wait: the server may have told another one meanwhile to be patient for longer.
-            while (wait := link.next_at - time.monotonic()) > 0:
+            while (wait := link.next_at - time.monotonic()) > 0:  # noqa: ASYNC110 - time itself is waited for
                 await asyncio.sleep(wait)
             link.next_at = max(link.next_at, time.monotonic()) + self._spacing
 

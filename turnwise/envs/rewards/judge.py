@@ -40,7 +40,7 @@ Write down briefly what is right and wrong about the answer, then give it a scor
 {{ high }} (perfect). Answer with a JSON object only: {"reasoning": "...", "score": ...}
 """
 _CRITERIA: Final = "A good answer does what was asked, is correct, and says nothing that is not so."
-_SCORE = re.compile(r"[\"']?\bscore\b[\"']?\s*[:=]\s*[\"']?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_SCORE = re.compile(r"[\"']?\bscore\b[\"']?\s*[:=]\s*[\"']?(-?\d+(?:\.\d+)?)(?![\d%]|[.,]\d)", re.IGNORECASE)
 
 
 class Question:
@@ -187,7 +187,7 @@ class Judge(RewardFunction):
             score = marked[-1] if marked else None
         try:
             number = math.nan if score is None or isinstance(score, bool) else float(score)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError("it holds no number as score")

@@ -17,7 +17,7 @@ from typing import Any, Final
 import orjson
 
 from turnwise.errors import ConfigError, shown
-from turnwise.references import load_object
+from turnwise.references import load_object, place_of
 from turnwise.tools.registry import nearest
 
 _HERE = "turnwise.envs.rewards"
@@ -87,5 +87,5 @@ def describe(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
-        return f"{function.__module__}:{function.__qualname__}"
-    return f"{type(function).__module__}:{type(function).__qualname__}"
+        return f"{place_of(function.__module__)}:{function.__qualname__}"
+    return f"{place_of(type(function).__module__)}:{type(function).__qualname__}"

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import orjson
+
 from turnwise.config import load_config
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, wire_messages
 from turnwise.envs.rewards.parts import RewardFunction
 from turnwise.envs.rewards.perloop import PerLoop
-from turnwise.errors import ConfigError, EnvError, InferenceError, shown
+from turnwise.errors import ConfigError, EngineDied, EnvError, InferenceError, shown
 from turnwise.inference.config import RewardServerConfig
 from turnwise.inference.reward_process import RewardReplica
 from turnwise.types import Message
@@ -57,7 +59,8 @@ class RewardModel(RewardFunction):
             label: Which of the model's outputs is the reward.
             activation: Whether the server applies the activation (a sigmoid of one output, a softmax of several).
             last_message_only: Whether only the answer's text is sent, as plain text, instead of the conversation.
-            without_answer: The value of an episode that ended without a final message; the model is not asked.
+            without_answer: The value of an episode that ended without a final message, or with an empty one where only
+                that would be sent; the model is not asked.
             **connection: ``api_key_env``, ``timeout``, ``retries``, ``retry_wait``, ``concurrency`` and
                 ``requests_per_minute`` of :class:`Endpoint`.
 
@@ -73,10 +76,8 @@ class RewardModel(RewardFunction):
         endpoint = Endpoint("http://127.0.0.1" if url is None else url, **self._connection)
         self._endpoint = None if url is None else endpoint
         self._directory = None if model_dir is None else Path(model_dir).expanduser()
-        if self._directory is not None and not (self._directory / "config.json").is_file():
-            raise ConfigError(
-                f"reward_model: model_dir is {model_dir}, which holds no config.json: name a model's directory"
-            )
+        if self._directory is not None:
+            _check_classifier(self._directory)
         self._server = load_config(RewardServerConfig, defaults=server)
         self._served: PerLoop[_Served] = PerLoop(self._serve, _Served.close)
         self._model = model
@@ -91,7 +92,7 @@ class RewardModel(RewardFunction):
         Raises:
             EnvError: The server failed, or answered no such output.
         """
-        if final is None:
+        if final is None or (self._last_only and not text):
             return self._without
         body: dict[str, Any] = {"input": text} if self._last_only else {"messages": wire_messages(messages)}
         if self._model is not None:
@@ -129,7 +130,9 @@ class RewardModel(RewardFunction):
     async def _running(self) -> _Served:
         served = await self._served.get()
         if not served.running:
-            await self._served.drop(served)
+            died = await served.wait_died()
+            if await self._served.drop(served):
+                _log.warning("%s; it is started again", died)
             served = await self._served.get()
         return served
 
@@ -146,6 +149,20 @@ class RewardModel(RewardFunction):
         return _Served(replica, Endpoint(replica.url, **self._connection), logs)
 
 
+def _check_classifier(directory: Path) -> None:
+    """See that a server could start, before episodes wait for it."""
+    where = f"reward_model: model_dir is {directory}"
+    try:
+        config = orjson.loads((directory / "config.json").read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{where}, which holds no config.json: name a model's directory") from error
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"{where}, whose config.json cannot be read: {error}") from error
+    named = config.get("architectures") if isinstance(config, dict) else None
+    if not any("ForSequenceClassification" in str(each) for each in named or ()):
+        raise ConfigError(f"{where}, which is no sequence classifier (its architecture: {shown(named)})")
+
+
 class _Served:
     """A server that was started for this process, and how it is asked."""
 
@@ -159,10 +176,12 @@ class _Served:
         """Whether its process has not ended."""
         return self._replica.running
 
+    async def wait_died(self) -> EngineDied:
+        """Return what can be said of its death."""
+        return await self._replica.wait_died()
+
     async def close(self) -> None:
         """Close the connections and end the server."""
-        if not self._replica.running:
-            _log.warning("%s", await self._replica.wait_died())
         await self.endpoint.close()
         await self._replica.close()
         self._logs.cleanup()

@@ -6,6 +6,7 @@ Owns: :func:`parse_number`, :func:`last_number` and :class:`Numeric`. Refuses: e
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ _MOST_CHARACTERS: Final = 200  # of one number
 _MOST_EXPONENT: Final = 400
 # Groups of three digits, or digits without separators; a decimal part; an exponent in one of its spellings.
 _DECIMAL = (
-    r"(?:\d{1,3}(?:(?:,|\\,|\{,\})\d{3})+(?![\d])|\d+)?(?:\.\d+|(?<=\d)\.(?!\d))?"
+    r"(?:\d{1,3}(?:(?:,\\!|,|\\,|\{,\})\d{3})+(?![\d])|\d+)?(?:\.\d+|(?<=\d)\.(?!\d))?"
     r"(?:[eE][+-]?\d+(?![\w])|\s?(?:\\times|\\cdot|[x×*·])\s?10\s?(?:\^|\*\*)\s?(?:\{\s?[+-]?\d+\s?\}|[+-]?\d+))?"
 )
 _FRACTION = r"\\[dt]?frac\s?(?:\{\s?-?\d+\s?\}|\d)\s?(?:\{\s?-?\d+\s?\}|\d)"
@@ -32,6 +33,12 @@ _NUMBER = re.compile(
 )
 _PARTS_OF_FRACTION = re.compile(r"-?\d+")
 _TIMES_TEN = re.compile(r"\s?(?:\\times|\\cdot|[x×*·])\s?10\s?(?:\^|\*\*)\s?\{?\s?([+-]?\d+)\s?\}?$")
+# What makes another number of the one beside it; units do not.
+_FUNCTION_BEFORE = re.compile(r"(?:sqrt|\b(?:log|ln|sin|cos|tan)|√)\s*[({\[]?\s*$")
+_FACTOR_AFTER = re.compile(
+    r"\s*(?:(?:hundred|thousand|million|billion|trillion|dozen)s?\b|\\(?:pi|sqrt)|[π√!]|\^\s*\{?\s*[a-z]|[xyznik]\b)",
+    re.IGNORECASE,
+)
 _WRAPPING = re.compile(r"^(?:\\[(\[]|\\(?:text|mathrm|mathbf)\{|[$(\[{*_`'\"]|\s)+|(?:\\[)\]]|[$)\]}*_`'\".,;:!]|\s)+$")
 
 
@@ -91,7 +98,7 @@ def _value(text: str) -> Fraction | None:
     times_ten = _TIMES_TEN.search(text)
     if times_ten is not None:
         exponent, text = int(times_ten[1]), text[: times_ten.start()]
-    mantissa, _, shift = re.sub(r"\\,|\{,\}|,", "", text).lower().partition("e")
+    mantissa, _, shift = re.sub(r",\\!|\\,|\{,\}|,", "", text).lower().partition("e")
     exponent += int(shift or 0)
     if abs(exponent) > _MOST_EXPONENT:
         return None
@@ -186,9 +193,14 @@ class Numeric(RewardFunction):
 
 
 def _marked(text: str) -> Number | None:
-    """Return the number of a marked answer: all of it, or the only one in it (``12 apples``)."""
+    r"""Return the number of a marked answer: all of it, or the only one in it (``12 apples``, but not ``12\pi``)."""
     whole = parse_number(text)
     if whole is not None:
         return whole
-    found = list(_NUMBER.finditer(text))
-    return _read(found[0]) if len(found) == 1 else None
+    found = list(itertools.islice(_NUMBER.finditer(text), 2))
+    if len(found) != 1:
+        return None
+    start, end = found[0].span()
+    # The end of what stands before it: looked at whole, a text of blanks would take time in the square of its length.
+    another = _FUNCTION_BEFORE.search(text[max(0, start - 20) : start]) or _FACTOR_AFTER.match(text, end)
+    return None if another else _read(found[0])

@@ -63,14 +63,18 @@ class PerLoop(Generic[T]):
         if held is not None:
             await self._end(loop, held)
 
-    async def drop(self, value: T) -> None:
-        """Close this loop's value where it still is this one: of several who found it dead, the first drops it."""
+    async def drop(self, value: T) -> bool:
+        """Close this loop's value where it still is this one, and return whether it was: of several who found it dead,
+        the first drops it.
+        """
         loop = asyncio.get_running_loop()
         held = self._held.get(loop)
         if held is None or not held.opened.done() or held.opened.cancelled() or held.opened.exception() is not None:
-            return
-        if held.opened.result() is value:
-            await self._end(loop, held)
+            return False
+        if held.ended or held.opened.result() is not value:
+            return False
+        await self._end(loop, held)
+        return True
 
     async def _opened(self) -> T:
         return await self._open()

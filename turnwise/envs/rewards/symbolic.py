@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import orjson
 
@@ -36,6 +36,9 @@ class Symbolic(RewardFunction):
     shown to be equal, which is worth 0 and counted in the metric ``undecided``. CPU time does not depend on how busy
     the machine is. A process that fails otherwise is an error, never a 0.
     """
+
+    # Comparisons wait for a process: those of other answers, hostile ones among them, take their CPU time first.
+    timeout: ClassVar[float | None] = 600.0
 
     def __init__(
         self,

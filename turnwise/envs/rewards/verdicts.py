@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import orjson
 
@@ -26,7 +27,14 @@ ReadVerdict: TypeAlias = Callable[[str], Verdict]
 """From the text that a judge wrote to its verdict. Raises ValueError, with the reason, where it is none."""
 
 _REFUSED_FORM = frozenset((400, 415, 422, 501))
-_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?</think>|\A\s*<think>.*", re.DOTALL)
+
+
+class _Said(NamedTuple):
+    """What a model wrote, and whether a limit cut it off."""
+
+    text: str
+    cut: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +130,8 @@ class Verdicts:
         self._file: AppendFile | None = None
         self._cache: OrderedDict[str, Verdict] = OrderedDict()
         self._asking: dict[tuple[int, str], asyncio.Task[Verdict]] = {}
-        if self._path is not None and self._path.exists():
-            self._load(self._path)
+        if self._path is not None:
+            self._open_cache(self._path)
 
     async def ask(self, question: str) -> tuple[Verdict, bool]:
         """Return the verdict on a question, and whether it was known.
@@ -160,8 +168,11 @@ class Verdicts:
         first = {"role": "user", "content": question}
         messages, said, why = [first], "", ""
         for _ in range(self._attempts):
-            said = await self._complete(messages)
+            said, cut = await self._complete(messages)
             try:
+                if cut:
+                    # What was quoted or weighed before the end must not pass for the verdict.
+                    raise ValueError(f"it was cut off after max_tokens ({self._body['max_tokens']})")
                 verdict = self._read(_THOUGHT.sub("", said))
             except ValueError as error:
                 why = str(error)
@@ -177,12 +188,12 @@ class Verdicts:
         last = self._endpoint.redact(f"{why}; the last answer was {shown(said, 200)}")
         raise EnvError(f"{self._label} gave no verdict in {tries}: {last}")
 
-    async def _complete(self, messages: list[dict[str, str]]) -> str:
+    async def _complete(self, messages: list[dict[str, str]]) -> _Said:
         body = {**self._body, "messages": messages}
         if self._structured:
             form = {"name": "verdict", "schema": self._schema, "strict": True}
             try:
-                return self._text(
+                return self._said(
                     await self._endpoint.post(
                         "/chat/completions", {**body, "response_format": {"type": "json_schema", "json_schema": form}}
                     )
@@ -193,16 +204,17 @@ class Verdicts:
             answer = await self._endpoint.post("/chat/completions", body)
             # It was the form that the server refused: the same request without it went through.
             self._structured = False
-            return self._text(answer)
-        return self._text(await self._endpoint.post("/chat/completions", body))
+            return self._said(answer)
+        return self._said(await self._endpoint.post("/chat/completions", body))
 
-    def _text(self, answer: Any) -> str:
+    def _said(self, answer: Any) -> _Said:
         try:
             content = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError) as error:
+            cut = answer["choices"][0].get("finish_reason") == "length"
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
             text = self._endpoint.redact(shown(answer, 200))
             raise EnvError(f"{self._label} answered no choices[0].message.content: {text}") from error
-        return content if isinstance(content, str) else ""
+        return _Said(content if isinstance(content, str) else "", cut)
 
     # -- what was asked before
 
@@ -223,6 +235,14 @@ class Verdicts:
         self._cache.move_to_end(key)
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
+
+    def _open_cache(self, path: Path) -> None:
+        """Read the file where there is one, else see that it can be made: before the first verdict is paid for."""
+        if path.exists():
+            self._load(path)
+        place = path if path.exists() else next(each for each in path.absolute().parents if each.exists())
+        if not os.access(place, os.W_OK) or not (place.is_dir() or place == path):
+            raise ConfigError(f"judge: cache_file {path} cannot be written: name a file in a folder that can be")
 
     def _load(self, path: Path) -> None:
         try:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import orjson
 
 from turnwise.envs.search.encyclopedia import SPLITS, Town, Work, encyclopedia
+from turnwise.envs.search.matching import words
 from turnwise.errors import TaskError, shown
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
@@ -108,8 +109,11 @@ def accepted_of(data: dict[str, Any], where: str) -> list[str]:
     if not isinstance(found, list) or not found or not all(isinstance(each, (str, int, float)) for each in found):
         raise TaskError(f"{where}: field 'answer' is {shown(answer)}: it must be a text or a list of accepted texts")
     texts = [str(each) for each in found]
-    if not all(text.strip() for text in texts):
-        raise TaskError(f"{where}: field 'answer' is {shown(answer)}: an accepted answer is empty")
+    if not all(words(text) for text in texts):
+        raise TaskError(
+            f"{where}: field 'answer' is {shown(answer)}: an accepted answer is empty, or has no letter and no digit "
+            "to compare"
+        )
     return texts
 
 

@@ -7,6 +7,7 @@ plain read: the connection's authorizer denies it, whatever the query looks like
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sqlite3
 import threading
@@ -36,8 +37,13 @@ LONGEST_VALUE: Final = 4_096
 """Bytes of a text, a blob or a row in a database that is made here: what a query can pile up is bounded by it."""
 LONGEST_VALUE_IN_FILES: Final = 1_000_000
 LONGEST_QUERY: Final = 10_000
+MOST_COLUMNS: Final = 200
+"""Columns of a result."""
+LARGEST_RESULT: Final = 32_000_000
+"""Bytes of the rows of a result: each value may be short and all of them together more than there is memory."""
 
 _STEPS_BETWEEN_LOOKS: Final = 1_000
+_BYTES_PER_VALUE: Final = 32
 _READS: Final = frozenset((sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE))
 # What answers differently each time, or reaches out of the database.
 _FORBIDDEN_FUNCTIONS: Final = frozenset(
@@ -89,20 +95,23 @@ class Database:
             connection.setlimit(limit, most)
         found = connection.execute("SELECT name, sql FROM sqlite_schema WHERE type IN ('table', 'view') ORDER BY name")
         self.tables: dict[str, str] = {name: sql for name, sql in found if not name.startswith("sqlite_")}
+        # Now that the tables are read: one of a file may have more columns.
+        connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, MOST_COLUMNS)
         connection.set_authorizer(_authorize)
 
     def query(self, sql: str, *, most_rows: int) -> Result:
         """Run one query.
 
         Raises:
-            ToolError: It is no plain read, is wrong, or takes too long; the message is for whoever wrote it.
+            ToolError: It is no plain read, is wrong, takes too long or finds too much; the message is for whoever wrote
+                it.
         """
         with self._lock, self._limited():
             try:
                 with closing(self._connection.execute(sql)) as cursor:
                     if cursor.description is None:
                         raise ToolError("this is no query: write one SELECT statement")
-                    rows = cursor.fetchmany(most_rows + 1)
+                    rows = _fetched(cursor, most_rows + 1)
                     columns = tuple(str(each[0]) for each in cursor.description)
             except sqlite3.DatabaseError as error:
                 raise ToolError(_explained(error)) from error
@@ -133,6 +142,17 @@ class Database:
         finally:
             if not self._closed:
                 self._connection.set_progress_handler(None, 0)
+
+
+def _fetched(cursor: sqlite3.Cursor, most_rows: int) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    size = 0
+    for row in itertools.islice(cursor, most_rows):
+        size += sum(_BYTES_PER_VALUE + (len(value) if isinstance(value, (str, bytes)) else 0) for value in row)
+        if size > LARGEST_RESULT:
+            raise ToolError(f"the result has more than {LARGEST_RESULT // 1_000_000} MB: ask for fewer rows or columns")
+        rows.append(row)
+    return rows
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:

@@ -1,0 +1,289 @@
+"""Tools, schemas and tasks that do what they should not: nothing of it reaches others, and authors are told."""
+
+import asyncio
+import importlib
+import re
+import socket
+import sys
+from typing import Any
+
+import pytest
+
+from support.chat_models import renderer_for
+from turnwise import BaseTool, Task, ToolEnv, ToolResponse, function_tool
+from turnwise.envs import invoke, register
+from turnwise.errors import ConfigError, EnvError, TaskError, ToolSchemaError
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tools import FunctionTool, OutputLimit, ToolRunner, as_schema, load_function_tools
+from turnwise.tools.selection import tools_kwargs
+from turnwise.types import ToolCall
+
+OPEN = {"type": "object", "properties": {"items": {"type": "array"}, "by_name": {"type": "object"}}}
+OPEN["required"] = list(OPEN["properties"])
+
+
+def spoil(items: Any, by_name: Any) -> None:
+    items.append("spoiled")
+    items[0].append("spoiled")
+    by_name.clear()
+
+
+class Spoiler(BaseTool):
+    def __init__(self, name="spoil_object"):
+        super().__init__({}, {"name": name, "parameters": OPEN})
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        spoil(**parameters)
+        return ToolResponse("done"), None, {}
+
+
+@register("tools_hostile")
+class World(ToolEnv):
+    tools = (Spoiler(),)
+
+    def reset(self, task=None, *, seed=None):
+        return "go", {}
+
+    @function_tool(inline=True)
+    def spoil_any(self, items: Any, by_name: dict[str, Any]) -> str:
+        spoil(items, by_name)
+        return "done"
+
+    @function_tool(inline=True, schema={"name": "spoil_given", "parameters": OPEN})
+    def spoil_given(self, items, by_name) -> str:
+        spoil(items, by_name)
+        return "done"
+
+    def score(self, final):
+        return 1.0
+
+
+class TestArgumentsThatAreChanged:
+    @pytest.mark.parametrize("name", ["spoil_object", "spoil_any", "spoil_given"])
+    async def test_the_conversation_stays_what_was_sampled(self, name):
+        renderer = renderer_for("qwen3")
+        call = ToolCall("", name, {"items": [[1], 2], "by_name": {"a": {"b": 1}}})
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        client = ScriptedClient(renderer, [said, "done"], tools=[each.schema for each in World().toolset().values()])
+        config = RolloutConfig.model_validate({"env": {"name": "tools_hostile"}})
+        outcome = await EpisodeRunner(config, client, renderer, context_length=9000).run(
+            EpisodeSpec(Task("t", ""), "g")
+        )
+        [trajectory] = outcome.trajectories
+        assert (trajectory.error, trajectory.metrics["tool_errors"], trajectory.metrics["forks"]) == (None, 0, 0)
+        assert "spoiled" not in client.requests[1].text
+
+    async def test_what_a_task_gives_is_each_episodes_own(self):
+        class Keeps(BaseTool):
+            async def create(self, instance_id=None, *, rows=None, **kwargs):
+                rows.append("more")
+                return await super().create(instance_id)
+
+        tools = {"keeps": Keeps({}, {"name": "keeps", "parameters": {"type": "object", "properties": {}}})}
+        task = Task("t", "go", {"tools_kwargs": {"keeps": {"create_kwargs": {"rows": ["one"]}}}})
+        for _ in range(2):
+            given = tools_kwargs(tools, task)
+            runner = ToolRunner(tools, tools_kwargs=given)
+            await runner.open()
+            await runner.close()
+            assert given["keeps"]["create_kwargs"]["rows"] == ["one", "more"]
+        assert task.data["tools_kwargs"]["keeps"]["create_kwargs"]["rows"] == ["one"]
+
+
+class Narrow(BaseTool):
+    def __init__(self):
+        super().__init__({}, {"name": "narrow", "parameters": {"type": "object", "properties": {}}})
+
+    async def create(self, instance_id=None, wanted=""):
+        return await super().create(instance_id)
+
+    async def execute(self, instance_id, parameters, limit=3):
+        return ToolResponse("yes"), None, {}
+
+
+class TestArgumentsOfTasksThatNoMethodTakes:
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"execute_kwargs": {"limits": 1}}, r"\['execute_kwargs'\] has 'limits', which .*execute .* takes limit"),
+            ({"create_kwargs": {"wnted": 1}}, "has 'wnted', which Narrow.create does not take .*: it takes wanted"),
+            ({"create_kwargs": {"instance_id": "a"}}, "has 'instance_id', which Narrow.create"),
+            ({"execute_kwargs": {"parameters": {}}}, "has 'parameters', which Narrow.execute"),
+        ],
+    )  # fmt: skip
+    async def test_they_are_the_tasks_error_and_not_told_to_the_model(self, given, words):
+        env = type("Env", (ToolEnv,), {"tools": (Narrow(),), "score": lambda self, final: 1.0})()
+        await invoke(env, "reset", Task("t", "go", {"tools_kwargs": {"narrow": given}}))
+        with pytest.raises(TaskError, match=words):
+            env.toolset()
+
+    def test_what_is_taken_passes(self):
+        given = {"create_kwargs": {"wanted": "x"}, "execute_kwargs": {"limit": 4}}
+        assert tools_kwargs({"narrow": Narrow()}, Task("t", "go", {"tools_kwargs": {"narrow": given}})) == {
+            "narrow": given
+        }
+
+
+class TestReferencesInSchemas:
+    def test_one_that_leads_nowhere_is_refused_when_the_tool_is_made(self):
+        for reference in ("#/$defs/point", "other.json", "#point"):
+            given = {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": reference}]}}}
+            with pytest.raises(ToolSchemaError, match=f"refer to {re.escape(repr(reference))}, which is not in them"):
+                as_schema({"name": "x", "parameters": given.copy()})
+
+    def test_one_behind_another(self):
+        given = {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/elsewhere/first"}},
+            "elsewhere": {"first": {"items": {"$ref": "#/elsewhere/second"}}},
+        }
+        with pytest.raises(ToolSchemaError, match="refer to '#/elsewhere/second'"):
+            as_schema({"name": "x", "parameters": given})
+        given["elsewhere"]["second"] = {"type": "integer"}
+        assert as_schema({"name": "x", "parameters": given}).parameters == given
+
+    def test_a_property_of_that_name_is_none(self):
+        given = {
+            "type": "object",
+            "properties": {"$ref": {"type": "string", "default": {"$ref": "no"}}, "a": {"$ref": "#/properties/%24ref"}},
+        }
+        assert as_schema({"name": "x", "parameters": given}).parameters == given
+
+    def test_nothing_is_fetched(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(0)
+            address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
+            with pytest.raises(ToolSchemaError, match="which is not in them"):
+                as_schema({"name": "x", "parameters": {"type": "object", "properties": {"a": {"$ref": address}}}})
+            with pytest.raises(BlockingIOError):
+                server.accept()
+
+    async def test_a_schema_of_an_older_draft_is_judged_by_that_draft(self):
+        class Pair(BaseTool):
+            async def execute(self, instance_id, parameters, **kwargs):
+                return ToolResponse("fine"), None, {}
+
+        pair = {"type": "array", "items": [{"type": "integer"}, {"type": "string"}], "additionalItems": False}
+        given = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"pair": pair}}
+        tool = Pair({}, {"name": "pair", "parameters": given})
+        assert tool.schema.parameters == given
+        runner = ToolRunner({"pair": tool})
+        answers = [(await runner.run(ToolCall("c", "pair", {"pair": each}))).response for each in ([1, "a"], ["a", 1])]
+        assert [answer.error for answer in answers] == [None, "invalid_arguments"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ([1], r"\[1\] is no tool schema"),
+        ({"type": "function", "function": None}, "is no tool schema"),
+        ({"name": "x", "description": 5}, "its description is 5"),
+        ({"name": "x", "parameters": ["a"]}, r"its parameters are \['a'\]"),
+    ],
+)
+def test_what_is_no_schema(source, words):
+    with pytest.raises(ToolSchemaError, match=words):
+        as_schema(source)
+
+
+class TestToolsThatEndThings:
+    @pytest.mark.parametrize("timeout", [None, 20.0])
+    @pytest.mark.parametrize("plain", [True, False])
+    async def test_sys_exit_is_answered_and_ends_nobody_elses_episode(self, plain, timeout):
+        def leave():
+            sys.exit("out of here")
+
+        async def leave_async():
+            leave()
+
+        runner = ToolRunner({"leave": FunctionTool(leave if plain else leave_async, timeout=timeout)})
+        [first, second] = await runner.run_all([ToolCall(str(number), "leave", {}) for number in range(2)])
+        assert (first.response.error, first.response.metrics) == ("tool_error", {"crashes": 1.0})
+        assert "SystemExit: out of here" in second.response.text
+        await asyncio.sleep(0)
+
+    async def test_in_create_it_is_an_error_of_the_tool(self):
+        class Leaves(BaseTool):
+            async def create(self, instance_id=None, **kwargs):
+                sys.exit(2)
+
+        runner = ToolRunner({"x": Leaves({}, {"name": "x", "parameters": {"type": "object", "properties": {}}})})
+        with pytest.raises(EnvError, match=r"Leaves.create of tool 'x' raised SystemExit: 2"):
+            await runner.open()
+
+
+class TestAuthorsAreTold:
+    @pytest.mark.parametrize("timeout", [None, 20.0])
+    async def test_of_an_execute_that_is_not_async(self, timeout):
+        class Plain(BaseTool):
+            def execute(self, instance_id, parameters, **kwargs):
+                return ToolResponse("x"), None, {}
+
+        tool = Plain({}, {"name": "x", "parameters": {"type": "object", "properties": {}}})
+        tool.timeout = timeout
+        with pytest.raises(EnvError, match=r"Plain.execute of tool 'x' is not async: write async def"):
+            await ToolRunner({"x": tool}).run(ToolCall("c", "x", {}))
+
+    def test_of_functions_that_yield(self):
+        def numbers(n: int):
+            yield n
+
+        async def later(n: int):
+            yield n
+
+        for fn in (numbers, later):
+            with pytest.raises(ToolSchemaError, match="yields: a call has one answer, so return it"):
+                FunctionTool(fn)
+
+    def test_of_class_methods(self):
+        with pytest.raises(ToolSchemaError, match="a class method is no tool: write a method, with self"):
+
+            class Above:
+                @classmethod
+                @function_tool
+                def tool(cls, n: int) -> int:
+                    return n
+
+        with pytest.raises(ToolSchemaError, match="a class method is no tool"):
+
+            class Below:
+                @function_tool
+                @classmethod
+                def tool(cls, n: int) -> int:
+                    return n
+
+    def test_of_metrics_that_are_no_dict(self):
+        with pytest.raises(EnvError, match=r"ToolResponse.metrics is \[1\]: it must be a dict"):
+            ToolResponse(metrics=[1])
+
+    def test_of_two_functions_of_one_name_in_one_file(self, tmp_path):
+        file = tmp_path / "hostile_twice.py"
+        file.write_text(
+            "from turnwise import function_tool\n\n@function_tool\ndef hostile_twice(a: int): ...\n\n"
+            "@function_tool\ndef hostile_twice(b: int): ...\n"
+        )
+        with pytest.raises(ConfigError, match=r"(?s)'hostile_twice' is taken by .*line 3; .*line 6 needs another one"):
+            load_function_tools(file)
+
+    def test_but_a_module_whose_function_moved_may_be_loaded_anew(self, tmp_path, monkeypatch):
+        file = tmp_path / "hostile_moved.py"
+        text = "from turnwise import function_tool\n@function_tool\ndef hostile_moved(a: int): ...\n"
+        file.write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        module = importlib.import_module("hostile_moved")
+        file.write_text(text.replace("@", "\n\n@"))
+        assert importlib.reload(module).hostile_moved.fn.__code__.co_firstlineno == 4
+
+
+def test_a_text_that_cannot_have_too_many_tokens_is_not_counted():
+    def count(text: str) -> int:
+        raise AssertionError(f"counted {len(text)} characters")
+
+    limit = OutputLimit(100, "tokens")
+    assert limit.cut("a" * 99, count) == "a" * 99
+    for counted in ("a" * 100, "ä" * 60):
+        with pytest.raises(AssertionError, match="counted"):
+            limit.cut(counted, count)
