@@ -438,6 +438,39 @@ def test_money_that_went_to_another_method_is_given_back_once():
     store.close()
 
 
+def test_a_gift_card_settles_several_items_exactly_where_it_holds_their_sum():
+    seen = Counter()
+    for seed in range(12):
+        world = draw(seed)
+        for card in (each for each in world.payments.values() if each.kind == "gift_card"):
+            for order in world.orders.values():
+                if order.user != card.user or order.status != "delivered" or len(order.items) < 2:
+                    continue
+                old = [world.variants[each] for each in order.items[:2]]
+                new = [
+                    max(
+                        (v for v in world.variants_of(each.product) if v.id != each.id and v.stock),
+                        key=lambda v: v.price,
+                    )
+                    for each in old
+                ]
+                due = sum(each.price for each in new) - sum(each.price for each in old)
+                store = Store(world)
+                try:
+                    ids = [each.id for each in old], [each.id for each in new]
+                    CHANGES["exchange_items"](Desk(store, card.user), order.id, *ids, card.id)
+                    paid = True
+                except ToolError:
+                    paid = False
+                row = store.row("SELECT balance FROM payment_methods WHERE payment_id = ?", card.id)
+                assert row is not None
+                assert paid == (due <= card.balance)
+                assert row["balance"] == card.balance - (due if paid else 0)
+                seen[paid] += 1
+                store.close()
+    assert min(seen[True], seen[False]) >= 3, seen
+
+
 def test_items_are_exchanged_for_others_and_sent_back_once():
     store = Store(_WORLD)
     desk = Desk(store, _CUSTOMER)

@@ -70,7 +70,7 @@ def change_order_payment(desk: Desk, order_id: str, payment_id: str) -> dict[str
         if set(desk.net_paid(order["order_id"])) == {method["payment_id"]}:
             raise ToolError(f"order {order['order_id']} is paid with {method['payment_id']} already")
         refunds = _give_back(desk, order["order_id"])
-        _pay(desk, order["order_id"], method, sum(refunds.values()))
+        _pay(desk, order["order_id"], method["payment_id"], sum(refunds.values()))
     return {"order_id": order["order_id"], "paid_with": method["payment_id"], "refunded": _amounts(refunds)}
 
 
@@ -225,7 +225,7 @@ def _settle(desk: Desk, order_id: str, payment_id: str, pairs: Sequence[tuple[Ro
     differences: list[int] = sorted(new["price"] - old["price"] for old, new in pairs)
     for difference in differences:
         if difference > 0:
-            _pay(desk, order_id, method, difference)
+            _pay(desk, order_id, method["payment_id"], difference)
         elif difference < 0:
             _refund(desk, order_id, method["payment_id"], -difference)
     return dollars(sum(differences))
@@ -243,12 +243,14 @@ def _give_back(desk: Desk, order_id: str) -> dict[str, int]:
     return refunds
 
 
-def _pay(desk: Desk, order_id: str, method: Row, amount: int) -> None:
+def _pay(desk: Desk, order_id: str, payment_id: str, amount: int) -> None:
+    # Read now: what was given back or paid a moment ago counts.
+    method = desk.payment_method(payment_id)
     if method["kind"] == "gift_card":
         if method["balance"] < amount:
             raise ToolError(f"the gift card holds {dollars(method['balance'])}, and {dollars(amount)} is to be paid")
-        _balance(desk, method["payment_id"], -amount)
-    desk.store.write("INSERT INTO payments VALUES (?, ?, 'payment', ?)", order_id, method["payment_id"], amount)
+        _balance(desk, payment_id, -amount)
+    desk.store.write("INSERT INTO payments VALUES (?, ?, 'payment', ?)", order_id, payment_id, amount)
 
 
 def _refund(desk: Desk, order_id: str, payment_id: str, amount: int) -> None:
