@@ -7,6 +7,7 @@ random generators. Refuses: knowing what a learner writes into the directory.
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import random
 import re
@@ -137,10 +138,14 @@ class CheckpointStore:
     def _prune(self) -> None:
         if self.keep is not None:
             for step in self.steps()[: -self.keep]:
-                shutil.rmtree(self.path(step), ignore_errors=True)
+                # Renamed first: a kill in the middle of the removal leaves no half checkpoint, but what _clean removes.
+                removed = self.directory / f".draft-removed-{self.path(step).name}"
+                with contextlib.suppress(OSError):
+                    self.path(step).rename(removed)
+                    shutil.rmtree(removed, ignore_errors=True)
 
     def _clean(self) -> None:
-        """Remove drafts of processes that are gone."""
+        """Remove drafts of processes that are gone, and what they had begun to remove."""
         self._restore()
         for draft in self.directory.glob(".draft-*"):
             shutil.rmtree(draft, ignore_errors=True)

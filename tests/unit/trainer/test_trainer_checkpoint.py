@@ -120,6 +120,43 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: 
     assert [each.name for each in tmp_path.iterdir()] == ["step_000005"]
 
 
+_KILLED_WHILE_REMOVING = """
+    import os, sys
+    from pathlib import Path
+    from turnwise.trainer import checkpoint
+
+    def dying_rmtree(path, ignore_errors=False):
+        # The files are gone and the folder stands when the kill comes.
+        for file in Path(path).rglob("*"):
+            file.is_file() and file.unlink()
+        os.kill(os.getpid(), 9)
+
+    store = checkpoint.CheckpointStore(Path(sys.argv[1]), keep=1)
+    saved = checkpoint.shutil.rmtree
+    def write(draft):
+        (draft / "model.safetensors").write_text("second")
+    store.save(checkpoint.TrainerState(4), write)
+    checkpoint.shutil.rmtree = lambda path, ignore_errors=False: (
+        dying_rmtree(path) if Path(path).exists() and "step_000004" in str(path) else saved(path, ignore_errors))
+    store.save(checkpoint.TrainerState(5), write)
+"""
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_KILLED_WHILE_REMOVING), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    after = CheckpointStore(tmp_path, keep=1)
+    assert after.steps() == [5]
+    after.tidy()
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000005"]
+
+
 def test_missing_and_changed_files_are_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = store.save(TrainerState(1), write_weights("weights"))
