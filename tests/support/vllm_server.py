@@ -36,7 +36,7 @@ def vllm_config(**changes: Any) -> VLLMConfig:
 
 
 async def right_conversations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return the teacher's conversations that are right: both calls, the second about what the first one answered."""
+    """Return the teacher's conversations that are right: both calls, and the manager's name alone as the answer."""
     rows = await example("teacher").demonstrations(count, seed)
     return [row for row in rows if _right(row["messages"])]
 
@@ -44,7 +44,7 @@ async def right_conversations(count: int, seed: int) -> list[dict[str, Any]]:
 def _right(messages: list[dict[str, Any]]) -> bool:
     answers = [message["content"] for message in messages if message["role"] == "tool"]
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    return len(calls) == 2 and json.loads(calls[1]["function"]["arguments"]) == {"team": answers[0]}
+    return len(calls) == 2 and messages[-1]["content"] == answers[1]
 
 
 def train_checkpoint(directory: Path) -> None:
