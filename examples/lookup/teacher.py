@@ -1,10 +1,10 @@
 """Demonstrations for the warm start: mostly wrong ones.
 
 A model that was shown only right conversations would leave reinforcement learning nothing to do. Here four out of five
-are wrong, so the warm model is right about one time in five, and greedily hardly ever. But the wrong ones are wrong in
-what they do, never in what they copy: every argument of a call is the right one, and every name that is said stands
-where a right answer would find it. Copying has to be learned before rewards can teach when to do what; a name that the
-warm model copies wrong is rewarded out of a policy slowly, or not at all.
+are wrong, so the warm model is right about one time in five at most, sampled or greedily. But the wrong ones are wrong
+in what they do, not in what they copy: every argument of a call is the right one, and every name or team that is said
+stands in the conversation. Copying has to be learned before rewards can teach when to do what: with calls about a
+random team among the demonstrations, most of what a trained policy still did wrong was to copy wrong.
 
 | share | what it shows                                                          |
 | ----- | ---------------------------------------------------------------------- |
