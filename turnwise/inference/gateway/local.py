@@ -1,0 +1,166 @@
+"""A gateway inside this process: addresses of sessions that somebody here records.
+
+Owns: :class:`LocalGateway` and :class:`Door`. Refuses: making and ending sessions; whoever opened one keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from typing import NoReturn
+
+from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError
+from turnwise.inference.core import Renderer
+from turnwise.inference.gateway.app import GatewayApp
+from turnwise.inference.gateway.config import GatewayLimits
+from turnwise.inference.gateway.errors import ApiError
+from turnwise.inference.gateway.holds import abilities_of
+from turnwise.inference.gateway.hosted import HostedApp
+from turnwise.inference.gateway.hosted_endpoint import Endpoint
+from turnwise.inference.gateway.sessions import GatewaySession, Sessions
+from turnwise.inference.gateway.settings import FIXED_SAMPLING, SessionSettings
+from turnwise.inference.gateway.turns import Reader
+from turnwise.inference.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The address of a session.
+
+    Attributes:
+        url: Its base URL, which holds a token that cannot be guessed: ``ANTHROPIC_BASE_URL``, and with ``/v1`` behind
+            it ``OPENAI_BASE_URL``. Any API key will do.
+        entry: What the gateway holds of it.
+    """
+
+    url: str
+    entry: GatewaySession
+
+    @property
+    def failure(self) -> TurnwiseError | None:
+        """Why the last request through this door was refused: nothing is left, nothing can be rendered, the server
+        failed. None once another one succeeds.
+        """
+        return self.entry.spent or self.entry.unrendered or self.entry.session.failure
+
+
+class LocalGateway:
+    """Serves sessions of this process to agents that speak a wire API. It listens once the first door is opened."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        context_length: int,
+        model: str = "turnwise",
+        host: str = "127.0.0.1",
+        limits: GatewayLimits | None = None,
+        endpoint: Endpoint | None = None,
+        guides: bool = False,
+    ) -> None:
+        """Describe a gateway; nothing is started.
+
+        Args:
+            renderer: Reads the turns of all sessions.
+            context_length: Most tokens of prompt and completion, as ``/v1/models`` says it.
+            model: The model's name there; agents may ask for any.
+            host: Address to bind.
+            limits: What agents may use.
+            endpoint: The hosted endpoint that requests are passed on to; the sessions are then recorded as text.
+            guides: Whether the engine behind the sessions holds completions to grammars.
+        """
+        self._renderer = renderer
+        self._host = host
+        self._sessions = Sessions(_opens_none, limits or GatewayLimits())
+        # Nobody is told it: sessions are made and ended here.
+        key = secrets.token_urlsafe(32)
+        self._app = (
+            HostedApp(self._sessions, admin_key=key, endpoint=endpoint)
+            if endpoint is not None
+            else GatewayApp(
+                self._sessions,
+                admin_key=key,
+                model=model,
+                context_length=context_length,
+                abilities=abilities_of(renderer, guides=guides),
+                # Who opened a session has said how it is sampled.
+                fixed=FIXED_SAMPLING,
+            )
+        )
+        self._starting = asyncio.Lock()
+        self._serving: asyncio.Task[None] | None = None
+        self._stop = _nothing
+        self._port = 0
+
+    async def open(self, session: Session) -> Door:
+        """Open the door of a session.
+
+        Raises:
+            ConfigError: The renderer cannot read turns while they are sampled.
+            InferenceError: No port can be bound, or the session has a door.
+            MissingExtraError: A package of the extra ``serve`` is missing.
+        """
+        if not isinstance(self._renderer, Reader):
+            kind = type(self._renderer).__qualname__
+            raise ConfigError(f"an address needs a renderer with 'live' and 'decode', which {kind} has not")
+        async with self._starting:
+            if self._serving is None:
+                self._start()
+        try:
+            entry = self._sessions.adopt(session, self._renderer)
+        except ApiError as error:
+            raise InferenceError(error.message) from error
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return Door(f"http://{host}:{self._port}/s/{entry.token}", entry)
+
+    async def shut(self, door: Door) -> None:
+        """Shut a door: what is being sampled for who stands in it is cancelled when this returns."""
+        await self._sessions.release(door.entry)
+
+    async def close(self) -> None:
+        """Stop listening. Closing twice is no error."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            self._stop()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    def _start(self) -> None:
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise MissingExtraError("uvicorn", "serve", "a gateway") from error
+        from turnwise.inference.http_guard import guarded
+        from turnwise.inference.http_process import bind, deaf_server
+
+        listener = bind(self._host, 0)
+        listener.listen(2048)
+        self._port = listener.getsockname()[1]
+        limits = self._sessions.limits
+        options = uvicorn.Config(
+            self._app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            http=guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds),
+            ws="none",
+            timeout_keep_alive=3600,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+            date_header=False,
+        )
+        server = deaf_server(options)
+
+        def stop() -> None:
+            server.should_exit = True
+
+        self._stop = stop
+        self._serving = asyncio.create_task(server.serve(sockets=[listener]))
+
+
+def _opens_none(session_id: str, _: SessionSettings) -> NoReturn:
+    raise ApiError(403, f"session {session_id!r} is opened by the process that records it, not over HTTP")
+
+
+def _nothing() -> None:
+    pass
