@@ -66,11 +66,19 @@ class SessionError(TurnwiseError):
 
 
 class BudgetSpent(TurnwiseError):
-    """Nothing is left to sample, or no unusable call is left. Carries the reason with which the trajectory ends."""
+    """Nothing is left to sample, or no unusable call is left.
 
-    def __init__(self, stop_reason: str, message: str) -> None:
+    Attributes:
+        stop_reason: With which the trajectory ends.
+        used: How many tokens (or turns) are used; None where the reason is no number.
+        limit: How many may be.
+    """
+
+    def __init__(self, stop_reason: str, message: str, *, used: int | None = None, limit: int | None = None) -> None:
         super().__init__(message)
         self.stop_reason = stop_reason
+        self.used = used
+        self.limit = limit
 
 
 class InferenceError(TurnwiseError):
@@ -83,6 +91,13 @@ class RequestRefused(InferenceError):
     """An inference server understood the request and refused it: trying again changes nothing."""
 
     retryable = False
+
+
+class GuideRefused(TurnwiseError):
+    """A completion cannot be held to what was asked: not by this engine or chat format, or not to this schema.
+
+    Who asked for it is told; nothing has failed.
+    """
 
 
 class EngineDied(InferenceError):
@@ -108,7 +123,10 @@ class AuditError(TurnwiseError):
 def shown(value: object, limit: int = 80) -> str:
     """Return a value as an error message quotes it: its ``repr``, cut in the middle to at most ``limit`` characters."""
     # A subclass of str (a text that knows its file, an enum's member) is quoted as the text that its writer knows.
-    text = repr(str(value) if isinstance(value, str) else value)
+    try:
+        text = repr(str(value) if isinstance(value, str) else value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deep to be shown"
     if len(text) <= limit:
         return text
     tail = limit // 4

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from turnwise.errors import FormatError
+from turnwise.errors import FormatError, TrainError
 from turnwise.types import FinishReason, Logprobs, Media, StopReason, TokenIds, VersionSpan
 
 SCHEMA_VERSION = 1
@@ -40,6 +40,7 @@ class Segment:
         finish_reason: Sampled segments only.
         fork: Why this segment is not the first child of its parent, or None.
         tools: Root contexts only: the tools of the root, as JSON.
+        template_args: Root contexts only: what a request gave the chat template besides, or None.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Segment:
     finish_reason: FinishReason | None = None
     fork: str | None = None
     tools: tuple[dict[str, Any], ...] | None = None
+    template_args: dict[str, Any] | None = None
 
     @property
     def sampled(self) -> bool:
@@ -89,6 +91,9 @@ class Trajectory:
         partition: ``train`` or ``val``.
         attempt: 0 for the first attempt at this episode, counted up by retries.
         seed: Seed with which the environment was reset.
+        reasoning: What became of the reasoning of earlier turns: ``keep`` or ``template``.
+        echo: What became of turns that came back rewritten: ``same`` or ``strict``.
+        recorded: ``tokens``; ``text`` where an endpoint sampled that tells no ids: segments then hold messages only.
     """
 
     id: str
@@ -106,6 +111,9 @@ class Trajectory:
     partition: str = "train"
     attempt: int = 0
     seed: int = 0
+    reasoning: str = "keep"
+    echo: str = "same"
+    recorded: str = "tokens"
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -115,7 +123,9 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """How many ids the policy sampled, over all branches."""
+        """How many ids the policy sampled, over all branches; of text, the tokens that the endpoint reported."""
+        if self.recorded == "text":
+            return int(self.metrics.get("completion_tokens", 0))
         return sum(len(segment.ids) for segment in self.segments if segment.sampled)
 
     def forks(self) -> Counter[str]:
@@ -160,7 +170,7 @@ class Trajectory:
         except TypeError:
             # A model may write numbers of more than 64 bits as arguments: such messages are kept as JSON text.
             for segment in record["segments"]:
-                for key in {"messages", "tools"} & segment.keys():
+                for key in {"messages", "tools", "template_args"} & segment.keys():
                     segment[key] = json.dumps(segment[key])
         try:
             return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -185,33 +195,19 @@ class Trajectory:
 
 
 _TRAJECTORY_FIELDS = tuple(each.name for each in fields(Trajectory) if each.name != "segments")
+_SEGMENT_FIELDS = ("index", "parent", "kind", "ids", "messages")
+_SAMPLED_FIELDS = ("turn_id", "logprobs", "weight_versions", "finish_reason")
+_RARE_FIELDS = ("fork", "tools", "template_args")
 
 
 def _segment_record(segment: Segment) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "index": segment.index,
-        "parent": segment.parent,
-        "kind": segment.kind,
-        "ids": segment.ids,
-        "messages": segment.messages,
-    }
-    if segment.sampled:
-        record |= {
-            "turn_id": segment.turn_id,
-            "logprobs": segment.logprobs,
-            "weight_versions": segment.weight_versions,
-            "finish_reason": segment.finish_reason,
-        }
-    if segment.fork is not None:
-        record["fork"] = segment.fork
-    if segment.tools is not None:
-        record["tools"] = segment.tools
-    return record
+    record = {name: getattr(segment, name) for name in _SEGMENT_FIELDS + _SAMPLED_FIELDS * segment.sampled}
+    return record | {name: held for name in _RARE_FIELDS if (held := getattr(segment, name)) is not None}
 
 
 def _read_segment(record: dict[str, Any]) -> Segment:
     logprobs = record.get("logprobs")
-    tools = record.get("tools")
+    tools, given = record.get("tools"), record.get("template_args")
     return Segment(
         index=record["index"],
         parent=record["parent"],
@@ -224,6 +220,7 @@ def _read_segment(record: dict[str, Any]) -> Segment:
         finish_reason=record.get("finish_reason"),
         fork=record.get("fork"),
         tools=None if tools is None else _listed(tools),
+        template_args=json.loads(given) if isinstance(given, str) else given,
     )
 
 
@@ -289,9 +286,7 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One training row: a branch of a trajectory, from its root to a leaf.
-
-    All arrays have shape [tokens].
+    """One training row: a branch of a trajectory, from its root to a leaf. All arrays have shape [tokens].
 
     Attributes:
         input_ids: int32, exactly what the engine saw and sampled.
@@ -351,7 +346,14 @@ def to_samples(
         trajectory: Where the rows come from.
         max_tokens: Rows are cut after this many ids.
         keep: Decides by a leaf's path whether its row is kept.
+
+    Raises:
+        TrainError: The trajectory was recorded as text.
     """
+    if trajectory.recorded == "text":
+        raise TrainError(
+            f"trajectory {trajectory.id} was recorded as text: its endpoint told no token ids that could be trained"
+        )
     numbers = {s.index: n for n, s in enumerate(s for s in trajectory.segments if s.sampled)}
     owned: set[int] = set()
     rows, empty, trained = [], 0, 0

@@ -121,6 +121,28 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Guide:
+    """What a completion is held to while it is sampled. Its reasoning stays free.
+
+    Without calls it is a text; with calls it is one or more of them, or a text if that is allowed.
+
+    Attributes:
+        schema: JSON schema that the text is; None leaves the text free.
+        calls: Names of the tools that may be called.
+        text: Whether it may be a text, where it may be calls.
+        most: Most calls; None is any number.
+        tag: All this for one prompt and chat format, as the structural tag (JSON) that servers are sent. A session
+            writes it; clients refuse a guide without one.
+    """
+
+    schema: dict[str, Any] | None = None
+    calls: tuple[str, ...] = ()
+    text: bool = True
+    most: int | None = None
+    tag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one completion is sampled.
 
@@ -134,6 +156,7 @@ class SamplingParams:
         stop_token_ids: Ids that end the completion (the id itself is part of it).
         seed: Seed of the counter-based generator, keyed by (seed, position); None lets the server choose.
         ignore_eos: Sample on past stop ids (benchmarks only).
+        guide: What the completion is held to; None is nothing. Log-probabilities are those without it.
     """
 
     temperature: float = 1.0
@@ -145,6 +168,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    guide: Guide | None = None
 
 
 VersionSpan: TypeAlias = tuple[int, int, int]
@@ -158,7 +182,7 @@ class Completion:
     Attributes:
         token_ids: int32 of shape [tokens]; a sampled stop id is its last element.
         logprobs: float32 of shape [tokens]: log-probability of each id under the distribution divided by
-            the temperature, before any truncation (top-k, top-p, min-p). At temperature 0: of the raw logits.
+            the temperature, before any truncation (top-k, top-p, min-p, a guide). At temperature 0: of the raw logits.
         finish_reason: How it ended.
         weight_versions: Spans that cover all ids in order, without gaps.
         routed_experts: int16 of shape [tokens, layers, top_k] for mixture models whose server reports it.

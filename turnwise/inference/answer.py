@@ -6,7 +6,8 @@ an agent knows its calls. Refuses: recording; only ``session.py`` does that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +29,8 @@ def check_completion(completion: Completion, params: SamplingParams, session_id:
     ids, finish = completion.token_ids, completion.finish_reason
     if finish not in ("stop", "length"):
         raise InferenceError(f"session {session_id}: a completion ended with {finish!r}; nothing was recorded")
-    if not np.isfinite(completion.logprobs).all():
+    # A sum is finite only if everything in it is.
+    if not math.isfinite(float(completion.logprobs.sum(dtype=np.float64))):
         raise SessionError(f"session {session_id}: a completion came with a logprob that is not finite")
     if len(ids) == 0 or len(completion.logprobs) != len(ids):
         raise SessionError(
@@ -66,7 +68,7 @@ def read_completion(
     return message, cut and completion.finish_reason == "length"
 
 
-def answer(message: Message, turn: int, issued: Collection[str], *, cut: bool) -> tuple[Message, Canonical]:
+def answer(message: Message, turn: int, issued: Container[str], *, cut: bool) -> tuple[Message, Canonical]:
     """Return the message that the agent is given, and its canonical form.
 
     The turn is named, and its calls have ids of their own. A call whose arguments can be neither shown nor kept is
@@ -75,7 +77,7 @@ def answer(message: Message, turn: int, issued: Collection[str], *, cut: bool) -
     Args:
         message: What the completion means.
         turn: How many turns of the session came before.
-        issued: Ids of the calls of those turns.
+        issued: Ids that its calls must not have: those of the calls of those turns, and of others.
         cut: Whether a length limit cut it.
     """
     calls: list[ToolCall] = []
@@ -96,13 +98,15 @@ def answer(message: Message, turn: int, issued: Collection[str], *, cut: bool) -
     if reasoning:
         given["reasoning_content"] = reasoning
     try:
-        return given, canonical_messages([given])[0]
+        meant = canonical_messages([given])[0]
     except SessionError:
         given["tool_calls"] = [_usable(call) for call in calls]
-        return given, canonical_messages([given])[0]
+        meant = canonical_messages([given])[0]
+    # Ids prove which turn a message is; where there are none, only what it says can tell.
+    return given, replace(meant, turn=given["turn_id"]) if meant.calls else meant
 
 
-def _new_id(own: str, turn: int, position: int, issued: Collection[str], before: Sequence[ToolCall]) -> str:
+def _new_id(own: str, turn: int, position: int, issued: Container[str], before: Sequence[ToolCall]) -> str:
     """Return the model's own id, or where it gave none or one that is taken, another one."""
     while not own or own in issued or any(call.id == own for call in before):
         # Nine letters and digits: what the strictest chat template (Mistral's) accepts. A model may have written

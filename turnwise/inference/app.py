@@ -26,8 +26,10 @@ from turnwise.inference.asgi import Receive, Scope, Send, answer_json, read_body
 from turnwise.inference.engine import Engine
 from turnwise.inference.generate_request import GenerateRequest, decode_request
 from turnwise.inference.generation import Generation, Output
+from turnwise.inference.guided import Guides, Held
 from turnwise.inference.weights import read_weights
 from turnwise.inference.wire import BadRequest
+from turnwise.types import SamplingParams
 
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 _DIVERGED = "the model's logits are not finite: its weights have diverged; load other weights"
@@ -64,11 +66,23 @@ class Outbox:
 class App:
     """The ASGI application. Everything but the engine's steps runs on one event loop."""
 
-    def __init__(self, engine: Engine, outbox: Outbox, name: str, *, stop_strings: bool) -> None:
+    def __init__(
+        self, engine: Engine, outbox: Outbox, name: str, *, stop_strings: bool, guides: Guides | None = None
+    ) -> None:
+        """Make the application.
+
+        Args:
+            engine: Samples.
+            outbox: Brings back what it sampled.
+            name: The served name.
+            stop_strings: Whether there is a tokenizer to find them with.
+            guides: Makes grammars; None where completions cannot be held to any.
+        """
         self._engine = engine
         self._queues = outbox.queues
         self._name = name
         self._stop_strings = stop_strings
+        self._guides = guides
         self._started = int(time.time())
         self._received = 0
         self._routes: dict[tuple[str, str], Callable[[bytes, Scope], Awaitable[Any]]] = {
@@ -117,6 +131,7 @@ class App:
                 max_context=engine.max_context,
                 stop_strings=self._stop_strings,
             )
+            held = await self._hold(request.params)
             if request.request_id in self._queues:
                 raise BadRequest(
                     "request_id", f"request_id {request.request_id!r} is in flight already: choose another"
@@ -135,6 +150,7 @@ class App:
             session_id=_session(scope),
             continued=request.continued,
             stream=request.stream,
+            held=held,
         )
         engine.submit(generation)
         # The next message of a request that was read to its end is its disconnection.
@@ -148,6 +164,18 @@ class App:
         finally:
             del self._queues[name]
             gone.cancel()
+
+    async def _hold(self, params: SamplingParams) -> Held | None:
+        if params.guide is None:
+            return None
+        if self._guides is None:
+            raise BadRequest(
+                "sampling_params.structured_outputs",
+                "sampling_params.structured_outputs needs a served model with tokenizer.json, and the package "
+                "'llguidance': pip install 'turnwise[guided]'",
+            )
+        # Grammars of large schemas take a while.
+        return await asyncio.to_thread(self._guides.hold, params.guide.tag, params.stop_token_ids)
 
     def _abandon(self, name: str, queue: asyncio.Queue[Output]) -> None:
         if self._queues.get(name) is queue:
@@ -194,6 +222,7 @@ class App:
             "created": self._started,
             "owned_by": "turnwise",
             "max_model_len": self._engine.max_context,
+            "guides": self._guides is not None,
         }
         return {"object": "list", "data": [card]}
 

@@ -6,11 +6,10 @@ form in which chat templates see messages. Equal meaning gives equal canonical m
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.errors import SessionError
@@ -18,6 +17,9 @@ from turnwise.types import Json, Message, ToolCall, ToolSchema
 
 # Deeper values exhaust the stack of whoever walks them (files take 254 levels, a copy some 300).
 _MAX_DEPTH = 100
+
+Recognise = Callable[[Sequence[str], "Canonical"], "Canonical | None"]
+"""Given the ids of an assistant message's calls and what it says: the turn that it is, where the ids tell."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -49,10 +51,11 @@ class Canonical:
         reasoning: Reasoning of an assistant message, empty where it has none.
         calls: Calls of an assistant message.
         name: Name of a system or user message, or of a tool message that answers no call; else None.
-        answers: For a tool message: (index of the assistant message among the messages, index of the call in
-            it) that it answers; (-1, -1) where it answers none.
+        answers: For a tool message: which call it answers of the last message before it that is a turn of an
+            assistant and not empty; -1 where it answers none.
         call_id: For a tool message: the id to render.
         call_name: For a tool message: the tool's name to render.
+        turn: For an assistant message of which it is certain: the turn of the session that it is.
     """
 
     role: str
@@ -60,9 +63,15 @@ class Canonical:
     reasoning: str = ""
     calls: tuple[CanonicalCall, ...] = ()
     name: str | None = None
-    answers: tuple[int, int] | None = None
+    answers: int | None = None
     call_id: str = field(default="", compare=False)
     call_name: str = field(default="", compare=False)
+    turn: str | None = field(default=None, compare=False)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it says nothing and calls nothing; reasoning alone is nothing."""
+        return not self.calls and not self.text.strip()
 
     def to_template(self) -> dict[str, Any]:
         """Return the form that chat templates expect (OpenAI's, with arguments as an object)."""
@@ -172,9 +181,9 @@ def _text(role: str, index: int, content: Any) -> str:
     return clean("".join(texts))
 
 
-def _calls(message: Mapping[str, Any], index: int) -> tuple[CanonicalCall, ...]:
+def _calls(message: Mapping[str, Any]) -> tuple[CanonicalCall, ...]:
     calls = []
-    for number, call in enumerate(message.get("tool_calls") or ()):
+    for call in message.get("tool_calls") or ():
         if isinstance(call, ToolCall):
             # A call that could not be used has no arguments: it is compared and rendered by its raw text.
             source: Mapping[str, Any] | str | None = call.raw if call.error is not None else call.arguments
@@ -183,37 +192,54 @@ def _calls(message: Mapping[str, Any], index: int) -> tuple[CanonicalCall, ...]:
             function = call.get("function", call)
             name, source, call_id = function.get("name", ""), function.get("arguments"), call.get("id") or ""
         arguments, value = canonical_arguments(source)
-        calls.append(CanonicalCall(clean(name), arguments, value, call_id or f"m{index:05d}{number:03d}"))
+        calls.append(CanonicalCall(clean(name), arguments, value, call_id))
     return tuple(calls)
+
+
+def call_ids(message: Mapping[str, Any]) -> list[str]:
+    """Return the ids of an assistant message's calls as they were sent, empty where there is none."""
+    calls = message.get("tool_calls") or ()
+    return [call.id if isinstance(call, ToolCall) else call.get("id") or "" for call in calls]
 
 
 class Canonicalizer:
     """Reduces a list of messages, one after the other.
 
     A tool message is reduced to the position of the call it names, so the reduction of a message depends on
-    the assistant message before it; nothing else of the list matters. Reusable from any position: the session
-    keeps the canonical form of the messages that did not change.
+    the assistant message before it. Reusable from any position: the session keeps the canonical form of the messages
+    that did not change.
+
+    Args:
+        recognise: Tells by its calls' ids which turn a message is. With it, calls that were not sampled get ids made
+            from their position, so that equal meaning gives equal ids; without, they keep what was sent.
     """
 
-    __slots__ = ("_answered", "_calls", "_turn")
+    __slots__ = ("_answered", "_before", "_calls", "_fresh", "_named", "_recognise")
 
-    def __init__(self) -> None:
-        self._turn = -1
+    def __init__(self, recognise: Recognise | None = None) -> None:
+        self._recognise = recognise
         self._calls: tuple[CanonicalCall, ...] = ()
+        self._named: Sequence[str] = ()
         self._answered: set[int] = set()
+        self._before: Sequence[Canonical] = ()
+        self._fresh = 0
 
-    def skip(self, index: int, canonical: Canonical) -> None:
+    def skip(self, message: Mapping[str, Any], canonical: Canonical) -> None:
         """Take note of a message whose canonical form is known already."""
-        if canonical.role == "assistant":
-            self._turn, self._calls, self._answered = index, canonical.calls, set()
-        elif canonical.answers is not None and canonical.answers[0] == self._turn:
-            self._answered.add(canonical.answers[1])
+        self._fresh += len(canonical.calls)
+        self._note(message, canonical)
 
-    def resume(self, known: Sequence[Canonical]) -> None:
-        """Take note of messages whose canonical forms are known: only what follows the last turn matters."""
-        start = next((index for index in reversed(range(len(known))) if known[index].role == "assistant"), 0)
-        for index in range(start, len(known)):
-            self.skip(index, known[index])
+    def resume(self, messages: Sequence[Mapping[str, Any]], known: Sequence[Canonical]) -> None:
+        """Take note of messages whose canonical forms are known.
+
+        Args:
+            messages: At least so many messages.
+            known: The canonical forms of the first of them.
+        """
+        self._before = known
+        turns = (index for index in reversed(range(len(known))) if is_turn(known[index]))
+        for index in range(next(turns, 0), len(known)):
+            self._note(messages[index], known[index])
 
     def reduce(self, index: int, message: Message | Mapping[str, Any]) -> Canonical:
         """Return the canonical form of ``messages[index]``.
@@ -229,153 +255,61 @@ class Canonicalizer:
         text = _text(role, index, message.get("content"))
         if role == "assistant":
             reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            canonical = Canonical(role, text, clean(str(reasoning)), _calls(message, index))
+            canonical = self._assistant(Canonical(role, text, clean(str(reasoning)), _calls(message)))
         elif role == "tool":
-            canonical = self._tool(index, text, message)
+            canonical = self._tool(text, message)
         else:
-            canonical = Canonical(role, text, name=message.get("name"))
-        self.skip(index, canonical)
+            name = message.get("name")
+            canonical = Canonical(role, text, name=clean(name) if name else None)
+        self.skip(message, canonical)
         return canonical
 
-    def _tool(self, index: int, text: str, message: Message | Mapping[str, Any]) -> Canonical:
+    def _note(self, message: Mapping[str, Any], canonical: Canonical) -> None:
+        if is_turn(canonical):
+            self._calls, self._answered = canonical.calls, set()
+            # Of a recognised turn, the calls stand where they stood when it was sampled.
+            self._named = call_ids(message) if canonical.turn is None else [call.id for call in canonical.calls]
+        elif canonical.answers is not None and canonical.answers >= 0:
+            self._answered.add(canonical.answers)
+
+    def _assistant(self, form: Canonical) -> Canonical:
+        known = self._recognise and self._recognise([call.id for call in form.calls], form)
+        if known:
+            return known
+        calls = []
+        for number, call in enumerate(form.calls):
+            own = "" if self._recognise is not None else call.id
+            calls.append(replace(call, id=own or self._made_id("m", number)))
+        return replace(form, calls=tuple(calls)) if calls else form
+
+    def _made_id(self, letter: str, number: int) -> str:
+        """Return an id for the call after so many others: nine letters and digits, which every template takes."""
+        count = sum(len(form.calls) for form in self._before) + self._fresh
+        return f"{letter}{count + number:08d}"
+
+    def _tool(self, text: str, message: Message | Mapping[str, Any]) -> Canonical:
         named = message.get("tool_call_id")
-        position = next((n for n, call in enumerate(self._calls) if named and call.id == named), None)
-        if position is None:
-            open_calls = [n for n in range(len(self._calls)) if n not in self._answered]
-            position = open_calls[0] if open_calls else None
+        numbers = range(len(self._calls))
+        unanswered = [number for number in numbers if number not in self._answered]
+        meant = [number for number in numbers if named and self._named[number] == named]
+        position = next(
+            (number for number in [*(n for n in meant if n in unanswered), *meant, *unanswered]),
+            None,
+        )
         if position is None:
             # It answers no call that could name it: what is rendered is made from what is compared.
             name = clean(message.get("name") or "")
-            return Canonical("tool", text, name=name, answers=(-1, -1), call_id=f"m{index:05d}000", call_name=name)
+            return Canonical("tool", text, name=name, answers=-1, call_id=self._made_id("n", 0), call_name=name)
         call = self._calls[position]
-        return Canonical("tool", text, answers=(self._turn, position), call_id=call.id, call_name=call.name)
+        return Canonical("tool", text, answers=position, call_id=call.id, call_name=call.name)
+
+
+def is_turn(message: Canonical) -> bool:
+    """Whether tool messages after it answer its calls, not those of a message before it."""
+    return message.role == "assistant" and not message.empty
 
 
 def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Canonical]:
     """Return the canonical form of a whole list of messages."""
     reducer = Canonicalizer()
     return [reducer.reduce(index, message) for index, message in enumerate(messages)]
-
-
-class History:
-    """The canonical form of a conversation that grows: what is equal to the last request is not reduced again."""
-
-    __slots__ = ("_forms", "_messages", "_said", "_switches")
-
-    def __init__(self) -> None:
-        self._messages: list[Mapping[str, Any]] = []
-        self._forms: list[Canonical] = []
-        # What ``==`` alone may take for something else in the calls of remembered messages.
-        self._switches: list[tuple[int, list[_Switch]]] = []
-        self._said: tuple[Message, Canonical] | None = None
-
-    def said(self, message: Message, form: Canonical) -> None:
-        """Take note of the message that an agent was given last: most agents hand back the very same.
-
-        Args:
-            message: The message, which nobody edits.
-            form: Its canonical form; all its calls have ids.
-        """
-        self._said = (message, form)
-
-    def reduce(self, messages: Sequence[Message]) -> list[Canonical]:
-        """Return the canonical form of a request's messages.
-
-        Raises:
-            SessionError: There are none, the last one is an assistant message, or one cannot be placed.
-        """
-        if not messages:
-            raise SessionError("messages is empty: a request needs at least one message")
-        known = self._known(messages)
-        result = self._forms[:known]
-        reducer = Canonicalizer()
-        reducer.resume(result)
-        # Agents edit lists and messages in place: what is remembered is a copy.
-        fresh: list[Mapping[str, Any]] = []
-        for index in range(known, len(messages)):
-            message: Mapping[str, Any] = messages[index]
-            if self._said is not None and _same(self._said[0], message):
-                copied, form = self._said
-                reducer.skip(index, form)
-            else:
-                form = reducer.reduce(index, message)
-                copied = snapshot(dict(message))
-            fresh.append(copied)
-            result.append(form)
-        if result[-1].role == "assistant":
-            raise SessionError(
-                f"messages[{len(result) - 1}] is an assistant message: continuing one (prefill) is not supported; "
-                "end the request with a user or tool message"
-            )
-        self._switches = [entry for entry in self._switches if entry[0] < known]
-        for index, remembered in enumerate(fresh, known):
-            found = list(_switches(remembered.get("tool_calls"), ()))
-            if found:
-                self._switches.append((index, found))
-        self._messages = self._messages[:known] + fresh
-        self._forms = list(result)
-        return result
-
-    def _known(self, messages: Sequence[Message]) -> int:
-        """Return how many messages, from the first one on, are those of the last request."""
-        seen = self._messages
-        known = min(len(seen), len(messages))
-        # A list is compared at once, which is the usual case: the last request's messages and some more.
-        if list(messages[:known]) != seen[:known]:
-            known = next((index for index in range(known) if seen[index] != messages[index]), known)
-        for index, switches in self._switches:
-            if index >= known:
-                break
-            if not _same_switches(switches, messages[index]["tool_calls"]):
-                return index
-        return known
-
-
-def _same(seen: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Whether a message is the remembered one. ``==`` alone takes True and 1 for the same argument."""
-    return seen == message and _same_switches(_switches(seen.get("tool_calls"), ()), message.get("tool_calls"))
-
-
-def snapshot(value: Any) -> Any:
-    """Return a copy that no edit of the original reaches; quick for the values that messages are made of."""
-    kind = type(value)
-    if kind is str or kind is int or kind is float or kind is bool or value is None:
-        return value
-    if kind is dict:
-        return {key: snapshot(item) for key, item in value.items()}
-    if kind is list:
-        return [snapshot(item) for item in value]
-    if kind is ToolCall:
-        return ToolCall(value.id, value.name, snapshot(value.arguments), value.raw, value.error)
-    return copy.deepcopy(value)
-
-
-_ARGUMENTS: Any = object()
-_Switch = tuple[tuple[Any, ...], bool]
-"""Where a boolean or a number equal to one stands, and which of both it is."""
-
-
-def _switches(value: Any, path: tuple[Any, ...]) -> Iterator[_Switch]:
-    """Yield the switches of a value: what ``==`` takes for each other although they are different arguments."""
-    if isinstance(value, (bool, int, float)):
-        if value == 0 or value == 1:
-            yield path, isinstance(value, bool)
-    elif isinstance(value, ToolCall):
-        yield from _switches(value.arguments, (*path, _ARGUMENTS))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _switches(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _switches(item, (*path, index))
-
-
-def _same_switches(switches: Iterable[_Switch], equal: Any) -> bool:
-    """Return whether a value that is equal by ``==`` has booleans where the one with these switches has them."""
-    for path, boolean in switches:
-        value = equal
-        for key in path:
-            value = value.arguments if key is _ARGUMENTS else value[key]
-        if isinstance(value, bool) is not boolean:
-            return False
-    return True

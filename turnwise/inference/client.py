@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import aiohttp
 import numpy as np
 import orjson
 
-from turnwise.errors import InferenceError, RequestRefused
+from turnwise.errors import GuideRefused, InferenceError, RequestRefused, TurnwiseError
 from turnwise.inference import wire
+from turnwise.inference.connections import Answer, ConnectionFailed, Connections
 from turnwise.inference.core import LLMClient, ModelInfo
 from turnwise.inference.generate_request import encode_request
 from turnwise.types import (
@@ -97,6 +97,11 @@ class _Progress:
         self.logprobs.append(logprobs)
         self.sampled += len(ids)
 
+    def drop(self) -> None:
+        """Forget what was sampled: a grammar cannot be gone on with in the middle."""
+        self.ids, self.logprobs, self.spans = [], [], []
+        self.sampled = self.named = 0
+
     def end_part(self, spans: Sequence[VersionSpan] | None, url: str) -> None:
         """Say which versions sampled the part that ends here; they count from its own beginning.
 
@@ -126,9 +131,10 @@ class HTTPClient(LLMClient):
     """Sends requests to one or several servers over one pool of connections.
 
     Requests are idempotent: one whose connection breaks is sent again, a bounded number of times. A completion that a
-    server interrupted (``finish_reason: abort``, around a weight update) is continued from the ids that are there. From
-    the built-in server, with a seed, the result is then the same as without the interruption, as long as the weights
-    are; vLLM draws other numbers for each part.
+    server interrupted (``finish_reason: abort``, around a weight update) is continued from the ids that are there; one
+    that is held to a grammar begins again, or where it was streamed, fails. From the built-in server, with a seed, the
+    result is then the same as without the interruption, as long as the weights are; vLLM draws other numbers for each
+    part.
     """
 
     def __init__(
@@ -160,7 +166,7 @@ class HTTPClient(LLMClient):
         self._retry_wait = retry_wait
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._balancer = Balancer(len(urls))
-        self._session: aiohttp.ClientSession | None = None
+        self._connections = Connections(self._headers)
         self._closed = False
 
     @property
@@ -183,6 +189,8 @@ class HTTPClient(LLMClient):
             ended = _ended(progress, choice.finish_reason)
             if ended is not None:
                 return progress.completion(ended)
+            if progress.params.guide is not None:
+                progress.drop()
             await _wait_after_abort(progress, url, len(choice.token_ids))
 
     async def stream(
@@ -206,13 +214,14 @@ class HTTPClient(LLMClient):
                         if choice.finish_reason is not None:
                             break
                         yield TokenDelta(choice.token_ids, choice.logprobs, _latest(choice.spans))
-            except aiohttp.ClientError as error:
+            except ConnectionFailed as error:
                 failures += 1
                 if progress.sampled > before and spans is None:
                     raise InferenceError(
-                        f"{url} broke off a stream before it said which weights sampled it: {error!r}"
+                        f"{url} broke off a stream before it said which weights sampled it: {error}"
                     ) from error
                 progress.end_part(spans, url)
+                _check_free(progress, url)
                 avoid = index
                 await self._after_failure(url, error, failures)
                 continue
@@ -229,6 +238,7 @@ class HTTPClient(LLMClient):
                 )
             if ended is not None:
                 return
+            _check_free(progress, url)
             await _wait_after_abort(progress, url, progress.sampled - before)
 
     async def model_info(self) -> ModelInfo:
@@ -238,39 +248,29 @@ class HTTPClient(LLMClient):
         try:
             card = body["data"][0]
             name, length = str(card["id"]), int(card["max_model_len"])
+            # Ours say so; vLLM always can.
+            guides = bool(card.get("guides", card.get("owned_by") == "vllm"))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InferenceError(f"{url}/v1/models answered no model with max_model_len: {str(body)[:200]}") from error
         try:
             info = _parse(await self._get(url, "/weight_info"), url)
         except RequestRefused:
             # vLLM has this route in its development mode only.
-            return ModelInfo(name, length)
+            return ModelInfo(name, length, guides=guides)
         version = str(info.get("weight_version") or 0)
-        return ModelInfo(name, length, int(version) if version.isdecimal() else 0)
+        return ModelInfo(name, length, int(version) if version.isdecimal() else 0, guides)
 
     async def close(self) -> None:
         """Close all connections."""
         self._closed = True
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._connections.close()
 
     # -- transport
 
-    def _pool(self) -> aiohttp.ClientSession:
+    def _pool(self) -> Connections:
         if self._closed:
             raise InferenceError("this client is closed")
-        if self._session is None:
-            # No time limits: a long completion, or a paused server, is no failure. Nobody hears of a server that
-            # vanishes without closing its connections but by keep-alive probes, which loopback does not need.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600, ttl_dns_cache=600),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-                headers=self._headers,
-                auto_decompress=False,
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-            )
-        return self._session
+        return self._connections
 
     async def _post(self, progress: _Progress, session_id: str) -> tuple[bytes, str]:
         """Send a request until it is answered or the tries are spent; return the body and who answered."""
@@ -281,14 +281,11 @@ class HTTPClient(LLMClient):
             index = self._balancer.take(session_id, avoid=avoid)
             url = self._urls[index]
             try:
-                async with self._pool().post(
-                    url + wire.GENERATE, data=data, headers=_session_header(session_id)
-                ) as answer:
-                    raw = await answer.read()
-                    if answer.status != 200:
-                        raise _refusal(answer.status, raw, url)
-                    return raw, url
-            except aiohttp.ClientError as error:
+                status, raw = await self._pool().ask("POST", url + wire.GENERATE, data, _session_header(session_id))
+                if status != 200:
+                    raise _refusal(status, raw, url, guided=progress.params.guide is not None)
+                return raw, url
+            except ConnectionFailed as error:
                 failures += 1
                 avoid = index
                 await self._after_failure(url, error, failures)
@@ -300,27 +297,28 @@ class HTTPClient(LLMClient):
         self, url: str, progress: _Progress, session_id: str
     ) -> AsyncIterator[AsyncIterator[wire.Choice]]:
         data = progress.body(stream=True, model=self._model)
-        async with self._pool().post(url + wire.GENERATE, data=data, headers=_session_header(session_id)) as answer:
+        async with self._pool().open("POST", url + wire.GENERATE, data, _session_header(session_id)) as answer:
             if answer.status != 200:
-                raise _refusal(answer.status, await answer.read(), url)
+                guided = progress.params.guide is not None
+                raise _refusal(answer.status, await answer.read(), url, guided=guided)
             yield _events(answer, url)
+            await answer.settle()
 
-    async def _after_failure(self, url: str, error: aiohttp.ClientError, failures: int) -> None:
+    async def _after_failure(self, url: str, error: ConnectionFailed, failures: int) -> None:
         if failures > self._retries:
-            raise InferenceError(f"{url} cannot be reached after {failures} tries: {error!r}") from error
-        _log.debug("%s: %r; try %d of %d follows", url, error, failures + 1, self._retries + 1)
+            raise InferenceError(f"{url} cannot be reached after {failures} tries: {error}") from error
+        _log.debug("%s: %s; try %d of %d follows", url, error, failures + 1, self._retries + 1)
         await asyncio.sleep(min(2.0, self._retry_wait * 2 ** (failures - 1)))
 
     async def _get(self, url: str, path: str) -> bytes:
         failures = 0
         while True:
             try:
-                async with self._pool().get(url + path) as answer:
-                    raw = await answer.read()
-                    if answer.status != 200:
-                        raise _refusal(answer.status, raw, url + path)
-                    return raw
-            except aiohttp.ClientError as error:
+                status, raw = await self._pool().ask("GET", url + path)
+                if status != 200:
+                    raise _refusal(status, raw, url + path)
+                return raw
+            except ConnectionFailed as error:
                 failures += 1
                 await self._after_failure(url + path, error, failures)
 
@@ -332,15 +330,25 @@ def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
         )
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
+    if params.guide is not None and not params.guide.tag:
+        raise GuideRefused("params.guide has no tag: ask through a session, which writes it")
     return _Progress(params, prompt.ids)
+
+
+def _check_free(progress: _Progress, url: str) -> None:
+    """Raise where a stream that was interrupted cannot be gone on with."""
+    if progress.params.guide is not None and progress.sampled:
+        raise InferenceError(f"{url} interrupted a completion that is held to a grammar: ask again")
 
 
 def _session_header(session_id: str) -> dict[str, str] | None:
     return {wire.SESSION_HEADER: session_id} if session_id else None
 
 
-def _refusal(status: int, raw: bytes, url: str) -> InferenceError:
+def _refusal(status: int, raw: bytes, url: str, *, guided: bool = False) -> TurnwiseError:
     message = f"{url} answered {status}: {wire.error_message(raw)}"
+    if guided and status == 400:
+        return GuideRefused(message)
     # Too many requests, and time-outs, pass; other refusals stay what they are.
     return RequestRefused(message) if 400 <= status < 500 and status not in (408, 429) else InferenceError(message)
 
@@ -361,9 +369,9 @@ async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None
         await asyncio.sleep(_ABORT_WAIT)
 
 
-async def _events(answer: aiohttp.ClientResponse, url: str) -> AsyncIterator[wire.Choice]:
+async def _events(answer: Answer, url: str) -> AsyncIterator[wire.Choice]:
     """Read server-sent events: each ``data:`` line is one; comments and other fields mean nothing here."""
-    async for line in answer.content:
+    async for line in answer.lines():
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()

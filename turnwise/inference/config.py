@@ -1,13 +1,23 @@
-"""How models are served: the ``inference`` section of a config, and the settings of a reward model's server.
+"""How models are served: the ``inference`` and ``renderer`` sections of a config, and the settings of a reward model's
+server.
 
-Owns: :class:`InferenceConfig` and :class:`RewardServerConfig`. Refuses: how to sample; that stands with each request.
+Owns: :class:`InferenceConfig`, :class:`RewardServerConfig` and :class:`RendererConfig`. Refuses: how to sample; that
+stands with each request.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from turnwise.config import ConfigPath
+from turnwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turnwise.inference.core import Renderer
 
 
 class InferenceConfig(BaseModel):
@@ -83,3 +93,51 @@ class RewardServerConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     launch_timeout: float = Field(default=180.0, gt=0)
     close_timeout: float = Field(default=5.0, gt=0)
+
+
+class RendererConfig(BaseModel):
+    """How messages become ids and back.
+
+    Attributes:
+        format: The chat format, or ``auto``, which decides by rendering probes with the model's own template.
+        special_in_text: What happens to the text of special tokens inside messages: ``escape`` keeps it text,
+            ``template`` does what the template does (they become control ids).
+        chat_template: A jinja file instead of the model's own template.
+        template_kwargs: Arguments of the template, such as ``enable_thinking``, where a request gives no others.
+        fixed_arguments: Whether no request can give others, and the date that a template writes is that of the start.
+        date: The date that a template writes; by default that of the day when a session begins.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: str = "auto"
+    special_in_text: Literal["escape", "template"] = "escape"
+    chat_template: ConfigPath | None = None
+    template_kwargs: dict[str, Any] = {}
+    fixed_arguments: bool = False
+    date: datetime.date | None = None
+
+    def load(self, model: str | Path) -> Renderer:
+        """Return the renderer of a model's directory.
+
+        Raises:
+            ConfigError: The chat template cannot be read.
+            RenderError: Directory, template or format cannot be used.
+        """
+        from turnwise.inference.renderer import load_renderer
+
+        template = None
+        if self.chat_template is not None:
+            try:
+                template = self.chat_template.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"renderer.chat_template is {self.chat_template}: {error}") from error
+        return load_renderer(
+            model,
+            format=self.format,
+            special_in_text=self.special_in_text,
+            template_kwargs=self.template_kwargs,
+            chat_template=template,
+            now=None if self.date is None else datetime.datetime.combine(self.date, datetime.time()),
+            fixed_arguments=self.fixed_arguments,
+        )

@@ -6,13 +6,28 @@ and the manifest by which weights travel. Refuses: any implementation.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from datetime import datetime
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from turnwise.inference.canonical import Canonical
-from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
+from turnwise.inference.template_args import TemplateArguments
+from turnwise.types import Completion, Guide, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
+
+Item = TypeVar("Item")
+
+
+@contextlib.asynccontextmanager
+async def closing(stream: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
+    """Close a stream when the block is left: one that is only forgotten samples on until it is collected."""
+    try:
+        yield stream
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +38,13 @@ class ModelInfo:
         name: The served name.
         context_length: Most tokens that prompt and completion may have together.
         weight_version: Version of the weights in use now.
+        guides: Whether completions can be held to a :class:`~turnwise.types.Guide`.
     """
 
     name: str
     context_length: int
     weight_version: int = 0
+    guides: bool = False
 
 
 class LLMClient(ABC):
@@ -49,6 +66,7 @@ class LLMClient(ABC):
         Raises:
             InferenceError: The server failed; the same request may succeed later.
             RequestRefused: The server refused the request.
+            GuideRefused: Its completion cannot be held to ``params.guide``.
         """
 
     @abstractmethod
@@ -133,6 +151,17 @@ class Replica(ABC):
         """End the server and wait for its process. Closing twice is no error."""
 
 
+class GuideTags(Protocol):
+    """What a completion is held to, as servers are sent it."""
+
+    def tagged(self, guide: Guide, tail: TokenIds, tools: Sequence[ToolSchema]) -> Guide:
+        """Return a guide with its tag, for what follows the context ``tail``.
+
+        Raises:
+            GuideRefused: The chat format has no grammar of its calls, or the schema is not one to hold a text to.
+        """
+
+
 @runtime_checkable
 class Renderer(Protocol):
     """Messages to ids and back. Only new ids ever come back from :meth:`extend`.
@@ -145,6 +174,35 @@ class Renderer(Protocol):
     why: str
     media: frozenset[str]
     """Kinds of media that it places besides text: ``image``, ``video``, ``audio``."""
+    guides: GuideTags
+    """Grammars of completions in its chat format."""
+    arguments: TemplateArguments
+    """What the template is given besides messages, tools and what the run set: another value, another root."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The arguments that a conversation may give the template; none where they are fixed."""
+
+    def takes(self, name: str, value: Any) -> bool:
+        """Return whether a conversation may give this argument, and the template knows this value of it."""
+
+    def under(self, arguments: TemplateArguments) -> Renderer:
+        """Return the renderer of conversations with these arguments and none besides; this one where it is.
+
+        All these renderers stop at the same ids and count what they escape together.
+
+        Raises:
+            RenderError: The template takes no such argument, or raises on it.
+        """
+
+    def at(self, now: datetime) -> Renderer:
+        """Return the renderer of conversations that begin at a time: the date that a template writes is that of then.
+        This one where the template writes none, or another was set.
+        """
+
+    @property
+    def escaped(self) -> int:
+        """How many strings of control ids in messages were kept as text so far, by all renders and extensions."""
 
     def count(self, text: str) -> int:
         """Return how many ids a text takes inside a message."""
@@ -186,8 +244,8 @@ class Renderer(Protocol):
         them, else an empty id (the session issues one).
         """
 
-    def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> bool:
-        """Return whether the template drops reasoning that these messages carry."""
+    def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:
+        """Return the indices of messages whose reasoning the template drops when it renders them all."""
 
     def completion(self, message: Message, tools: Sequence[ToolSchema]) -> TokenIds:
         """Return what a model would sample to say ``message``: the ids that follow the generation prompt in

@@ -256,7 +256,9 @@ class Engine:
         if not len(slots):
             return
         places = cache.length[slots]
-        ids, logprobs = sample(logits, self._roster.table.rows(slots), self._roster.table.draws(slots, places))
+        table = self._roster.table
+        allowed = self._roster.allowed(slots, logits.shape[1])
+        ids, logprobs = sample(logits, table.rows(slots), table.draws(slots, places), allowed)
         finite = np.isfinite(logprobs)
         stats.generated_tokens += int(finite.sum())
         cache.append(slots, ids, finite)
@@ -264,6 +266,8 @@ class Engine:
         stopped = self._roster.table.stops(slots, ids)
         full = cache.length[slots] >= self._roster.table.limit[slots]
         ended = stopped | full | ~finite
+        if allowed is not None:
+            self._roster.advance(slots[~ended], ids[~ended])
         outputs = self._watch(slots, ids, ended) if self._roster.watched else []
         for place in np.flatnonzero(ended).tolist():
             slot = int(slots[place])

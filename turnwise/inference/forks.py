@@ -6,66 +6,115 @@ that holds, in the order below, is the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.inference.canonical import Canonical
+from turnwise.inference.echo import same
 
 if TYPE_CHECKING:
-    from turnwise.inference.tree import Match, Node, ToolsKey
+    from turnwise.inference.tree import Match, Node, RootKey
 
 
-def fork_reason(nodes: Sequence[Node], match: Match, messages: Sequence[Canonical]) -> str:
+@dataclass(frozen=True, slots=True)
+class _Parting:
+    """Where branches and a request part.
+
+    Attributes:
+        node: All branches through it part there.
+        shared: How many messages of the request they share.
+        theirs: The first message of theirs that differs, None where they end.
+        spoken: Whether a turn is among what is shared.
+    """
+
+    node: Node
+    shared: int
+    theirs: Canonical | None
+    spoken: bool
+
+
+def fork_reason(roots: Sequence[Node], match: Match, messages: Sequence[Canonical]) -> str:
     """Return the reason for which committing this request makes a fork.
 
     Args:
-        nodes: The tree, in commit order; not empty.
+        roots: Of the tree; there is one at least.
         match: How the request was matched.
         messages: The request's canonical messages.
     """
     parent = match.context or match.parent
-    siblings = parent.children if parent is not None else [node for node in nodes if node.parent is None]
-    if any(node.index >= match.commits for node in siblings):
+    if any(node.index >= match.commits for node in (roots if parent is None else parent.children)):
         return "concurrent"
     if match.context is not None:
         return "resample"
     if match.why is not None:
-        return f"bridge_unproven: {match.why}"
-    return _difference(nodes, messages, match.key)
+        return match.why
+    return _difference(roots, messages, match.key)
 
 
-def _difference(nodes: Sequence[Node], messages: Sequence[Canonical], key: ToolsKey) -> str:
-    branch, tools, shared = _closest(nodes, messages, key)
-    mine = messages[shared] if shared < len(messages) else None
-    theirs = branch[shared] if shared < len(branch) else None
-    if theirs is None and tools != key:
+def _difference(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> str:
+    parting, leaf = _closest(roots, messages, key)
+    mine = messages[parting.shared] if parting.shared < len(messages) else None
+    theirs = parting.theirs
+    if theirs is None and leaf.key != key:
         return "tools_changed"
-    if "system" in (mine and mine.role, theirs and theirs.role):
+    roles = {each.role for each in (mine, theirs) if each is not None}
+    if "system" in roles:
         return "system_changed"
-    if "assistant" in (mine and mine.role, theirs and theirs.role) and mine is not None and theirs is not None:
-        if mine.role == theirs.role and replace(mine, reasoning="") == replace(theirs, reasoning=""):
+    if "assistant" in roles and mine is not None and theirs is not None:
+        if mine.role == theirs.role and _differ_in_reasoning(mine, theirs):
             return "reasoning_edited"
         return "assistant_edited"
-    if not any(message.role == "assistant" for message in branch[:shared]):
+    if not parting.spoken:
         return "restart"
-    if mine is None or (len(messages) < len(branch) and messages[-1].role == "user"):
+    if mine is None or (len(messages) < leaf.end and messages[-1].role == "user"):
         return "rewound"
     return "history_edited"
 
 
-def _closest(
-    nodes: Sequence[Node], messages: Sequence[Canonical], key: ToolsKey
-) -> tuple[list[Canonical], ToolsKey, int]:
+def _differ_in_reasoning(one: Canonical, other: Canonical) -> bool:
+    """Whether two assistant messages differ in their reasoning and in nothing else."""
+    equal = one.calls == other.calls and one.text.strip() == other.text.strip()
+    return equal and one.reasoning.strip() != other.reasoning.strip()
+
+
+def _closest(roots: Sequence[Node], messages: Sequence[Canonical], key: RootKey) -> tuple[_Parting, Node]:
     """Find the branch that shares most messages with the request (then same root, then used last)."""
-    best: tuple[int, bool, int] = (-1, False, -1)
-    found: tuple[list[Canonical], ToolsKey, int] = ([], key, 0)
-    for leaf in (node for node in nodes if not node.children):
-        branch = [message for node in leaf.path() for message in node.messages]
-        shared = 0
-        while shared < min(len(branch), len(messages)) and branch[shared] == messages[shared]:
-            shared += 1
-        rank = (shared, leaf.key == key, leaf.index)
-        if rank > best:
-            best, found = rank, (branch, leaf.key, shared)
-    return found
+    partings = list(_partings(roots, messages))
+    most = max((each.shared, each.node.key == key) for each in partings)
+    ends = [
+        (leaf.index, number, leaf)
+        for number, each in enumerate(partings)
+        if (each.shared, each.node.key == key) == most
+        for leaf in _leaves(each.node)
+    ]
+    _, number, leaf = max(ends, key=lambda each: each[:2])
+    return partings[number], leaf
+
+
+def _partings(roots: Sequence[Node], messages: Sequence[Canonical]) -> Iterator[_Parting]:
+    """Yield where the branches part from the messages."""
+    pending = [(root, 0, False) for root in roots]
+    while pending:
+        node, start, spoken = pending.pop()
+        here = start
+        for mine in node.messages:
+            if here >= len(messages) or not same(mine, messages[here], sampled=node.sampled):
+                break
+            here += 1
+        if here - start < len(node.messages) and not node.may_be_missing:
+            yield _Parting(node, here, node.messages[here - start], spoken)
+        elif node.children:
+            pending.extend((child, here, spoken or node.sampled) for child in node.children)
+        else:
+            yield _Parting(node, here, None, spoken or node.sampled)
+
+
+def _leaves(node: Node) -> Iterator[Node]:
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if each.children:
+            pending.extend(each.children)
+        else:
+            yield each

@@ -21,7 +21,7 @@ import orjson
 
 from turnwise.inference.wire import BadRequest, decode_json, short
 from turnwise.seeding import stable_hash
-from turnwise.types import SamplingParams, TokenIds
+from turnwise.types import Guide, SamplingParams, TokenIds
 
 # Parameters of vLLM that change nothing at these values (None: at any value), and that we do not have otherwise.
 _NEUTRAL: dict[str, Any] = {
@@ -39,8 +39,11 @@ _NEUTRAL: dict[str, Any] = {
     "stream_interval": None,
 }
 _OURS = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos", "logprobs"}
-)
+    {
+        "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos",
+        "logprobs", "structured_outputs",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ def encode_request(
         sampling["ignore_eos"] = True
     elif params.stop_token_ids:
         sampling["stop_token_ids"] = params.stop_token_ids
+    if params.guide is not None:
+        sampling["structured_outputs"] = {"structural_tag": params.guide.tag}
     body: dict[str, Any] = {"token_ids": np.ascontiguousarray(token_ids), "sampling_params": sampling}
     if stream:
         body["stream"] = True
@@ -129,6 +134,8 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
     sampling = body.get("sampling_params")
     if not isinstance(sampling, dict):
         raise BadRequest("sampling_params", f"sampling_params must be an object, not {short(sampling)}")
+    if continued and sampling.get("structured_outputs") is not None:
+        raise BadRequest("continued", "continued goes on in the middle of a grammar: begin the completion again")
     seed = body.get("seed") if continued else None
     name = body.get("request_id")
     return GenerateRequest(
@@ -202,6 +209,8 @@ def _decode_sampling(given: Mapping[str, Any], stop_strings: bool) -> SamplingPa
     if seed is not None and type(seed) is not int:
         raise BadRequest("sampling_params.seed", f"sampling_params.seed must be an integer, not {short(seed)}")
     max_tokens = None if given.get("max_tokens") is None else _integer(given, "max_tokens", 1, at_least=1)
+    if given.get("structured_outputs") is not None and given.get("ignore_eos"):
+        raise BadRequest("sampling_params.ignore_eos", "ignore_eos samples past the end of a grammar: leave it out")
     return SamplingParams(
         temperature=_number(given, "temperature", 1.0, 0.0, math.inf),
         top_p=_number(given, "top_p", 1.0, 0.0, 1.0, above=True),
@@ -212,7 +221,33 @@ def _decode_sampling(given: Mapping[str, Any], stop_strings: bool) -> SamplingPa
         stop_token_ids=tuple(stop_ids),
         seed=seed,
         ignore_eos=bool(given.get("ignore_eos")),
+        guide=_decode_guide(given.get("structured_outputs")),
     )
+
+
+def _decode_guide(given: Any) -> Guide | None:
+    if given is None:
+        return None
+    field = "sampling_params.structured_outputs"
+    if not isinstance(given, dict):
+        raise BadRequest(field, f"{field} must be an object, not {short(given)}")
+    asked = {key: value for key, value in given.items() if value is not None and value is not False}
+    if list(asked) == ["json_object"]:
+        return Guide(tag=_tag({"type": "object"}))
+    if list(asked) == ["json"]:
+        schema = decode_json(asked["json"].encode()) if isinstance(asked["json"], str) else asked["json"]
+        return Guide(tag=_tag(schema))
+    if list(asked) == ["structural_tag"] and isinstance(asked["structural_tag"], str):
+        return Guide(tag=asked["structural_tag"])
+    raise BadRequest(
+        field,
+        f"{field} must be one of structural_tag (a text), json (a schema) and json_object, not {short(sorted(asked))}",
+    )
+
+
+def _tag(schema: Any) -> str:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    return orjson.dumps(tag).decode()
 
 
 def _number(

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from turnwise.inference.guided import Held
 from turnwise.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 
 
@@ -62,6 +63,7 @@ class Generation:
         delivered: Ids that were streamed.
         cached: Prompt tokens whose keys and values were there when it was first admitted; -1 before.
         order: Its place in the order of arrival.
+        held: What holds it to a grammar, if anything.
         leader: Slot, request id and tokens of a prompt being read that this one waits for.
     """
 
@@ -78,6 +80,7 @@ class Generation:
     delivered: int = 0
     cached: int = -1
     order: int = 0
+    held: Held | None = None
     leader: tuple[int, str, int] | None = None
 
     def spans(self, sampled: int) -> tuple[VersionSpan, ...]:

@@ -5,12 +5,15 @@ Owns: :class:`HTTPProcess`, which every server of this package runs in. Refuses:
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -44,7 +47,7 @@ class HTTPProcess:
         self._began = time.monotonic()
         self._uvicorn = uvicorn
         self._log_level = log_level
-        self._listener = _bind(host, port)
+        self._listener = bind(host, port)
         self.port: int = self._listener.getsockname()[1]
         self.address = f"{f'[{host}]' if ':' in host else host}:{self.port}"
 
@@ -66,35 +69,89 @@ class HTTPProcess:
             report_fd: Inherited descriptor that one line of JSON (port, pid, ``report``) is written to.
             report: What else stands in that line.
         """
-        options = self._uvicorn.Config(
+        server = self._uvicorn.Server(self._options(app))
+
+        async def main() -> None:
+            on_loop()
+            await server.serve(sockets=[self._listener])
+
+        self._open(what, report_fd, report)
+        import uvloop
+
+        uvloop.run(main())
+
+    async def serve(
+        self,
+        app: Any,
+        *,
+        what: str,
+        report_fd: int | None = None,
+        report: Mapping[str, Any] | None = None,
+        protocol: type[asyncio.Protocol] | None = None,
+    ) -> int:
+        """Serve until SIGTERM or SIGINT, and return which: the caller has an end of its own to see to.
+
+        Args:
+            app: An ASGI application.
+            what: What is served, for the log.
+            report_fd: Inherited descriptor that one line of JSON (port, pid, ``report``) is written to.
+            report: What else stands in that line.
+            protocol: Of the connections; see :func:`~turnwise.inference.http_guard.guarded`.
+        """
+        server = deaf_server(self._options(app, protocol))
+        ended: list[int] = []
+
+        def stop(number: int) -> None:
+            ended.append(number)
+            server.handle_exit(number, None)
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        self._open(what, report_fd, report)
+        await server.serve(sockets=[self._listener])
+        return ended[0] if ended else signal.SIGTERM
+
+    def _options(self, app: Any, protocol: type[asyncio.Protocol] | None = None) -> Any:
+        return self._uvicorn.Config(
             app,
             log_config=None,
             log_level=self._log_level,
             access_log=False,
             lifespan="off",
             loop="uvloop",
-            http="httptools",
+            http=protocol or "httptools",
             ws="none",
+            proxy_headers=False,
             timeout_keep_alive=3600,
             timeout_graceful_shutdown=1,
             server_header=False,
             date_header=False,
         )
-        server = self._uvicorn.Server(options)
 
-        async def main() -> None:
-            on_loop()
-            await server.serve(sockets=[self._listener])
-
+    def _open(self, what: str, report_fd: int | None, report: Mapping[str, Any] | None) -> None:
         # From here on the kernel queues connections until the loop takes them.
         self._listener.listen(2048)
         _log.info("serving %s on %s after %.1f s", what, self.address, time.monotonic() - self._began)
         if report_fd is not None:
             os.write(report_fd, orjson.dumps({"port": self.port, "pid": os.getpid(), **(report or {})}) + b"\n")
             os.close(report_fd)
-        import uvloop
 
-        uvloop.run(main())
+
+def deaf_server(options: Any) -> Any:
+    """Return a ``uvicorn.Server`` that leaves the signals of its process alone.
+
+    Args:
+        options: Its ``uvicorn.Config``.
+    """
+    import uvicorn
+
+    class Deaf(uvicorn.Server):  # type: ignore[misc]
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Deaf(options)
 
 
 def _watch_parent(descriptor: int) -> None:
@@ -109,7 +166,12 @@ def _watch_parent(descriptor: int) -> None:
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound and does not listen yet; port 0 takes a free one.
+
+    Raises:
+        InferenceError: It cannot be bound.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -26,7 +26,7 @@ import orjson
 
 from turnwise.append import AppendFile
 from turnwise.errors import FormatError
-from turnwise.inference.core import LLMClient, ModelInfo
+from turnwise.inference.core import LLMClient, ModelInfo, closing
 from turnwise.types import Completion, Logprobs, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
 
 SCHEMA_VERSION = 1
@@ -99,11 +99,12 @@ class LedgerClient(LLMClient):
     ) -> AsyncIterator[TokenDelta]:
         """Pass the pieces on; the call is written down before the last one is."""
         pieces: list[TokenDelta] = []
-        async for delta in self._inner.stream(prompt, params, session_id=session_id):
-            pieces.append(delta)
-            if delta.finish_reason is not None:
-                self._note(session_id, prompt.ids, join_deltas(pieces))
-            yield delta
+        async with closing(self._inner.stream(prompt, params, session_id=session_id)) as stream:
+            async for delta in stream:
+                pieces.append(delta)
+                if delta.finish_reason is not None:
+                    self._note(session_id, prompt.ids, join_deltas(pieces))
+                yield delta
 
     async def model_info(self) -> ModelInfo:
         """Ask the inner client."""

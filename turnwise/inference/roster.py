@@ -27,6 +27,7 @@ class Roster:
         running: int64: slots that run, as :func:`~turnwise.inference.steps.arrange` orders them after :meth:`admit`.
         waiting: Requests without a slot, in their order of arrival.
         watched: Slots whose ids are looked at one by one (stop strings, streams).
+        held: Slots that a grammar holds.
         table: How each slot samples, and what.
     """
 
@@ -37,6 +38,7 @@ class Roster:
         self.running: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.waiting: deque[Generation] = deque()
         self.watched: set[int] = set()
+        self.held: set[int] = set()
         self.table = SlotTable(slots, width)
         self._cache = cache
         self._prefixes = Prefixes(cache)
@@ -126,6 +128,24 @@ class Roster:
             place += 1
         self.waiting.insert(place, generation)
 
+    def allowed(self, slots: npt.NDArray[np.int64], vocabulary: int) -> npt.NDArray[np.bool_] | None:
+        """Return which ids may come next, bool of shape [slots, vocabulary]; None where no grammar holds any."""
+        if not self.held or self.held.isdisjoint(slots.tolist()):
+            return None
+        rows = np.ones((len(slots), vocabulary), dtype=np.bool_)
+        for row, slot in enumerate(slots.tolist()):
+            held = self.occupant(slot).held
+            if held is not None:
+                rows[row] = held.allowed()
+        return rows
+
+    def advance(self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
+        """Tell the grammars what was sampled; those that end with it need not know."""
+        for slot, token in zip(slots.tolist(), ids.tolist(), strict=True):
+            held = self.occupant(slot).held
+            if held is not None:
+                held.take(token)
+
     def save(self, slot: int) -> Generation:
         """Bring the tokens and log-probabilities of a slot's request up to date; returns the request."""
         generation = self.occupant(slot)
@@ -153,10 +173,13 @@ class Roster:
         self._prefixes.remember(slot, generation.session_id)
         if generation.stream or generation.stops is not None:
             self.watched.add(slot)
+        if generation.held is not None:
+            self.held.add(slot)
 
     def _vacate(self, slot: int, *, retain: bool, poisoned: bool) -> None:
         self._generations[slot] = None
         self.watched.discard(slot)
+        self.held.discard(slot)
         self.running = self.running[self.running != slot]
         if retain and self._cache.cached[slot] >= WORTH_SHARING:
             # What stands beyond the cached tokens cannot be shared: one id that was sampled last.

@@ -77,21 +77,27 @@ class RowParams:
 
 
 def sample(
-    logits: torch.Tensor, params: RowParams, draws: npt.NDArray[np.float64]
+    logits: torch.Tensor,
+    params: RowParams,
+    draws: npt.NDArray[np.float64],
+    allowed: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Sample one id per row by inverting the cumulative distribution.
 
-    The log-probability is log softmax(logits / temperature) at the sampled id, before top-k, top-p and min-p; at
-    temperature 0 it is that of the raw logits.
+    The log-probability is log softmax(logits / temperature) at the sampled id, before a grammar, top-k, top-p and
+    min-p; at temperature 0 it is that of the raw logits.
 
     Args:
         logits: [rows, vocabulary], any float dtype.
         params: How to sample each row.
         draws: float64 of shape [rows] in [0, 1).
+        allowed: bool of shape [rows, vocabulary]: ids that grammars allow; None where nothing is held to one.
 
     Returns:
         Ids (int64) and log-probabilities (float32), both of shape [rows], on the CPU.
     """
+    if allowed is not None:
+        return _sample_allowed(logits, params, draws, allowed)
     scaled = logits.float()
     greedy = params.temperature == 0.0
     any_greedy = bool(greedy.any())
@@ -117,6 +123,19 @@ def sample(
     mass = total if kept is weights else weights.sum(-1, keepdim=True)
     logprobs = scaled.gather(1, ids) - peak - mass.log()
     return ids.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
+
+
+def _sample_allowed(
+    logits: torch.Tensor, params: RowParams, draws: npt.NDArray[np.float64], allowed: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Sample of what grammars allow, truncated after them; the log-probabilities are those without them."""
+    scaled = logits.float()
+    masked = scaled.masked_fill(~torch.from_numpy(allowed).to(scaled.device), -torch.inf)
+    ids, _ = sample(masked, params, draws)
+    divisor = np.where(params.temperature == 0.0, np.float32(1.0), params.temperature)
+    scaled = scaled / torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
+    chosen = torch.from_numpy(ids).to(scaled.device).unsqueeze(1)
+    return ids, scaled.log_softmax(-1).gather(1, chosen).squeeze(1).cpu().numpy()
 
 
 def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.bool_]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.errors import RequestRefused, SessionError
+from turnwise.errors import GuideRefused, RequestRefused, SessionError
 from turnwise.inference.canonical import canonical_arguments, canonical_messages
 from turnwise.inference.core import LLMClient, ModelInfo, Renderer
 from turnwise.inference.session import Session, SessionLimits
@@ -72,6 +72,7 @@ class ScriptedClient(LLMClient):
         tools: What the chat format may need to write calls.
         context_length: What :meth:`model_info` reports, and the limit that requests are held to.
         weight_version: The version that completions carry.
+        guides: Whether it takes requests that are held to a grammar. The script is trusted to keep to it.
 
     Log-probabilities are made up from id and position, so that no two neighbours are alike: a test that mixes
     them up fails.
@@ -85,6 +86,7 @@ class ScriptedClient(LLMClient):
         tools: Sequence[ToolSchema] = (),
         context_length: int = 1_000_000,
         weight_version: int = 0,
+        guides: bool = False,
     ) -> None:
         self.requests: list[ScriptedRequest] = []
         self.weight_version = weight_version
@@ -92,12 +94,15 @@ class ScriptedClient(LLMClient):
         self._script = script
         self._tools = tuple(tools)
         self._context_length = context_length
+        self._guides = guides
         self._numbers: dict[str, int] = {}
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Sample what the script says. An error in the script is raised as it is."""
         if len(prompt.ids) >= self._context_length:
             raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, the context {self._context_length}")
+        if params.guide is not None and not (self._guides and params.guide.tag):
+            raise GuideRefused("this script is held to nothing: leave params.guide out")
         number = self._numbers.get(session_id, 0)
         self._numbers[session_id] = number + 1
         request = ScriptedRequest(session_id, number, prompt.ids, params, self._renderer)
@@ -124,7 +129,7 @@ class ScriptedClient(LLMClient):
 
     async def model_info(self) -> ModelInfo:
         """Return a model of the configured context length."""
-        return ModelInfo("scripted", self._context_length, self.weight_version)
+        return ModelInfo("scripted", self._context_length, self.weight_version, self._guides)
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -23,6 +23,7 @@ from turnwise.inference.app import App, Outbox
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engine import Engine
 from turnwise.inference.generation import Output
+from turnwise.inference.guided import Guides, can_guide
 from turnwise.inference.http_process import HTTPProcess
 
 _log = logging.getLogger("turnwise.inference.server")
@@ -52,8 +53,8 @@ class ServerSpec(BaseModel):
     lifeline_fd: int | None = None
 
 
-def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[Engine, bool]:
-    """Load the model; return the engine and whether there is a tokenizer for stop strings."""
+def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[Engine, bool, Guides | None]:
+    """Load the model; return the engine, whether there is a tokenizer for stop strings, and what makes grammars."""
     import torch
     from tokenizers import Tokenizer
     from transformers.utils import logging as hf_logging
@@ -80,7 +81,10 @@ def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[En
         )
     except ValueError as error:
         raise InferenceError(str(error)) from error
-    return engine, tokenizer is not None
+    guides = None
+    if tokenizer is not None and can_guide():
+        guides = Guides(tokenizer, model.vocabulary, model.eos_ids)
+    return engine, tokenizer is not None, guides
 
 
 def _run_engine(engine: Engine) -> None:
@@ -102,10 +106,10 @@ def serve(spec: ServerSpec) -> None:
     """
     process = HTTPProcess(spec.config.host, spec.config.port, spec.config.log_level, spec.lifeline_fd)
     outbox = Outbox()
-    engine, stop_strings = _load(spec, outbox.deliver)
+    engine, stop_strings, guides = _load(spec, outbox.deliver)
     if spec.paused:
         engine.pause(abort=False)
-    app = App(engine, outbox, spec.name or spec.model.resolve().name, stop_strings=stop_strings)
+    app = App(engine, outbox, spec.name or spec.model.resolve().name, stop_strings=stop_strings, guides=guides)
 
     def on_loop() -> None:
         outbox.bind(asyncio.get_running_loop())

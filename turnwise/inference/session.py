@@ -11,45 +11,42 @@ reason that is counted.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from turnwise.errors import BudgetSpent, InferenceError, SessionError, TurnwiseError
+from turnwise.errors import InferenceError, SessionError, TurnwiseError
 from turnwise.inference.answer import answer, check_completion, read_completion
-from turnwise.inference.canonical import Canonical, History, canonical_tools, snapshot
-from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.canonical import Canonical, canonical_tools
+from turnwise.inference.core import LLMClient, Renderer, closing
+from turnwise.inference.echo import Echoes, EchoPolicy
 from turnwise.inference.forks import fork_reason
-from turnwise.inference.tree import Match, Node, ToolsKey, Tree
+from turnwise.inference.history import History, Switch, same_switches, snapshot, switches_of
+from turnwise.inference.ledger import join_deltas
+from turnwise.inference.limits import SessionLimits, room_for
+from turnwise.inference.placed import Placed, Recorded
+from turnwise.inference.template_args import TemplateArguments, template_arguments
+from turnwise.inference.tree import Match, Node, Opened, RootKey, Tree, addressed, segment_of
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import (
     Completion,
     Message,
     SamplingParams,
-    StopReason,
+    TokenDelta,
     TokenIds,
     TokenPrompt,
     ToolSchema,
 )
 
+__all__ = ["Opened", "Placed", "Recorded", "Session", "SessionLimits"]
 
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """What a session may use.
-
-    Attributes:
-        context_length: Most tokens that prompt and completion may have together.
-        max_tokens_per_turn: Most tokens of one completion.
-        max_total_tokens: Most committed tokens over all branches, prompts included.
-        max_turns: Most model calls.
-    """
-
-    context_length: int
-    max_tokens_per_turn: int | None = None
-    max_total_tokens: int | None = None
-    max_turns: int | None = None
+ReasoningPolicy = Literal["keep", "template"]
+"""What becomes of the reasoning of earlier turns: ``keep``, what was sampled stays; ``template``, what the model's
+template drops from a history is dropped, which forks."""
 
 
 class Session:
@@ -65,7 +62,11 @@ class Session:
             many requests were sent before.
         one_temperature: Refuse requests at another temperature than that of ``params``. The trainer divides the
             logits of a trajectory by one temperature.
+        reasoning: What becomes of the reasoning of earlier turns.
+        echo: What becomes of a turn that comes back rewritten, with the ids of its calls.
     """
+
+    recorded_as: ClassVar[str] = "tokens"
 
     def __init__(
         self,
@@ -77,23 +78,29 @@ class Session:
         params: SamplingParams | None = None,
         seed: int | None = None,
         one_temperature: bool = False,
+        reasoning: ReasoningPolicy = "keep",
+        echo: EchoPolicy = "same",
     ) -> None:
         self.id = id
         self.limits = limits
         self.params = params or SamplingParams()
+        self.reasoning = reasoning
+        self.echo = echo
         self._client = client
-        self._renderer = renderer
+        self._renderer = renderer.at(datetime.now())
         self._seed = seed
         self._one_temperature = one_temperature
         self._tree = Tree()
-        self._issued: dict[str, str] = {}
+        self._echoes = Echoes(strict=echo == "strict")
         self._last: Message | None = None
         self._failure: TurnwiseError | None = None
         self._requests = 0
-        self._history = History()
-        self._tools: tuple[tuple[ToolSchema, ...], ToolsKey] = ((), ())
+        self._history = History(self._echoes.recognise)
+        self._tools: tuple[tuple[ToolSchema, ...], RootKey] = ((), ((), ()))
+        self._switches: list[Switch] = []
         self._prompt_tokens = 0
         self._encoded_tokens = 0
+        self._escaped = 0
 
     @property
     def turns(self) -> int:
@@ -112,7 +119,7 @@ class Session:
 
     def turn_of_call(self, call_id: str) -> str | None:
         """Return the id of the turn that made a call, or None where this session issued no such id."""
-        return self._issued.get(call_id)
+        return self._echoes.turn_of(call_id)
 
     def room_behind(self, turn_id: str) -> int | None:
         """Return how many tokens of the context are left behind a turn, or None where this session has no such turn."""
@@ -128,6 +135,7 @@ class Session:
         params: SamplingParams | None = None,
         *,
         fork: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> Message:
         """Ask the model for the next assistant message and record what it saw and sampled.
 
@@ -136,6 +144,7 @@ class Session:
             tools: What the model may call.
             params: Sampling parameters instead of the session's.
             fork: Names the fork that this request makes, if it makes one (``compaction``).
+            template_args: Arguments of the chat template (``enable_thinking``); they belong to a root as tools do.
 
         Returns:
             The assistant message, with ``turn_id`` and ``finish_reason``. Its calls carry ids that are unique
@@ -148,19 +157,66 @@ class Session:
             BudgetSpent: Nothing is left to sample. Nothing was sent.
             InferenceError: The server failed. Nothing was committed.
         """
-        canonical = self._history.reduce(messages)
-        match = self._match(canonical, *self._offered(tuple(tools or ())))
-        prompt = self._prompt(match)
-        params = self._limited(params or self.params, len(prompt))
-        self._requests += 1
+        return (await self.record(messages, tools, params, fork=fork, template_args=template_args)).message
+
+    async def record(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        fork: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Recorded:
+        """Do what :meth:`chat` does, and return with the message how it came about.
+
+        Raises:
+            TurnwiseError: As :meth:`chat`.
+        """
+        request = self._open(messages, tools, params, fork, template_args)
         try:
-            completion = await self._client.generate(TokenPrompt(prompt), params, session_id=self.id)
-            message = self._commit(match, canonical, params, completion, fork)
+            completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
+            return Recorded(request.opened(), completion, self._commit(request, completion))
         except (InferenceError, SessionError) as error:
             self._failure = error
             raise
-        self._failure = None
-        return message
+
+    async def stream(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        fork: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[Opened | TokenDelta | Message]:
+        """Ask as :meth:`chat` does, and show what is sampled while it is.
+
+        Yields:
+            How the request was placed, then the pieces of the completion, then the message that :meth:`chat` would
+            have returned. It is recorded before the last piece is yielded; whoever closes the stream before that
+            leaves nothing.
+
+        Raises:
+            TurnwiseError: As :meth:`chat`.
+        """
+        request = self._open(messages, tools, params, fork, template_args)
+        yield request.opened()
+        pieces: list[TokenDelta] = []
+        message: Message | None = None
+        try:
+            async with closing(self._client.stream(request.prompt, request.params, session_id=self.id)) as stream:
+                async for piece in stream:
+                    pieces.append(piece)
+                    if piece.finish_reason is not None:
+                        message = self._commit(request, join_deltas(pieces))
+                    yield piece
+            if message is None:
+                raise InferenceError(f"session {self.id}: a stream ended without a finish reason; nothing was recorded")
+        except (InferenceError, SessionError) as error:
+            self._failure = error
+            raise
+        yield message
 
     def segments(self, *, messages: bool = True) -> list[Segment]:
         """Return the committed segments, in commit order.
@@ -168,46 +224,95 @@ class Session:
         Args:
             messages: Whether segments carry what they mean, besides their ids.
         """
-        return [_segment(node, messages) for node in self._tree.nodes]
+        return [segment_of(node, messages=messages) for node in self._tree.nodes]
+
+    def close(self) -> None:
+        """Let go of what was recorded: no request may follow. What :meth:`segments` returned stays."""
+        self._tree.dissolve()
 
     def metrics(self) -> dict[str, float]:
-        """Return counts of this session: turns, forks, tokens sampled, seen and encoded."""
-        nodes = self._tree.nodes
-        sampled = sum(len(node.ids) for node in nodes if node.sampled)
+        """Return counts of this session: turns, branches, forks, tokens sampled, seen and encoded, echoes that were
+        rewritten, strings of control ids in messages that stayed text, and by how much requests in flight together went
+        over ``max_total_tokens``.
+        """
+        budget = self.limits.max_total_tokens
         return {
-            "turns": self.turns,
-            "forks": sum(node.fork is not None for node in nodes),
-            "sampled_tokens": sampled,
-            "context_tokens": self._tree.tokens - sampled,
+            **self._tree.counts(),
             "prompt_tokens": self._prompt_tokens,
             "encoded_tokens": self._encoded_tokens,
+            "rewritten_echoes": len(self._echoes.rewritten),
+            "special_in_text": self._escaped,
+            "tokens_over_limit": 0 if budget is None else max(0, self._tree.tokens - budget),
         }
 
-    def _offered(self, tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], ToolsKey]:
-        """Return a request's tools and their key. They are copies: what was offered stays, whoever edits its schema."""
-        if tools != self._tools[0]:
+    def _offered(
+        self, tools: tuple[ToolSchema, ...], arguments: TemplateArguments
+    ) -> tuple[tuple[ToolSchema, ...], RootKey]:
+        """Return a request's tools and the key of its root. They are copies: what was offered stays, whoever edits its
+        schema.
+        """
+        if tools != self._tools[0] or not same_switches(self._switches, [tool.parameters for tool in tools]):
             own = copy.deepcopy(tools)
-            self._tools = (own, canonical_tools(own))
-        return self._tools
+            self._tools = (own, (canonical_tools(own), ()))
+            self._switches = list(switches_of([tool.parameters for tool in own]))
+        own, key = self._tools
+        return own, (key[0], arguments) if arguments else key
 
     # Match and extend
 
-    def _match(self, messages: list[Canonical], tools: tuple[ToolSchema, ...], key: ToolsKey) -> Match:
+    def _open(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] | None,
+        params: SamplingParams | None,
+        fork: str | None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Placed:
+        """Place a request in the tree. Nothing is sent and nothing is recorded."""
+        renderer = self._renderer
+        if template_args:
+            renderer = renderer.under(template_arguments(template_args))
+        canonical = self._history.reduce(messages)
+        match = self._match(canonical, *self._offered(tuple(tools or ()), renderer.arguments), renderer)
+        prompt = self._prompt(match)
+        limited = self._limited(params or self.params, prompt)
+        if limited.guide is not None:
+            limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.ids, match.tools))
+        self._requests += 1
+        return Placed(canonical, match, TokenPrompt(prompt), limited, fork, renderer)
+
+    def _match(
+        self, messages: list[Canonical], tools: tuple[ToolSchema, ...], key: RootKey, renderer: Renderer
+    ) -> Match:
         commits = len(self._tree.nodes)
         turns, context = self._tree.deepest(messages, key)
         if context is not None:
             return Match(context.parent, context, (), context.ids, None, commits, key, tools)
         why = None
-        for turn in turns:
+        for turn, used in turns:
             assert turn.parent is not None
-            new = _answers_issued(turn, messages[turn.end :])
-            ids = self._renderer.extend(turn.parent.ids, turn.ids, turn.messages[0], new, tools)
+            new = addressed(turn, messages[used:])
+            if self.reasoning == "template" and self._drops(turn, new, tools, renderer):
+                why = why or "reasoning_dropped"
+                break
+            escaped = renderer.escaped
+            ids = renderer.extend(turn.parent.ids, turn.ids, turn.messages[0], new, tools)
             if ids is not None:
+                self._escaped += renderer.escaped - escaped
                 return Match(turn, None, new, self._frozen(ids), None, commits, key, tools)
             # A branch that began where this one could not be extended may go on from there.
-            why = why or self._renderer.why
-        ids = self._renderer.render(messages, tools)
+            why = why or f"bridge_unproven: {renderer.why}"
+        escaped = renderer.escaped
+        ids = renderer.render(messages, tools)
+        self._escaped += renderer.escaped - escaped
         return Match(None, None, tuple(messages), self._frozen(ids), why, commits, key, tools)
+
+    def _drops(self, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer) -> bool:
+        """Whether the template drops reasoning that stands in the ids of a path, once these messages follow it."""
+        path = turn.path()
+        dropped = renderer.drops([*(message for node in path for message in node.messages), *new], tools)
+        # What the template left out of the root when that was rendered is not in its ids.
+        return bool(dropped) and bool(dropped - renderer.drops(path[0].messages, tools))
 
     def _frozen(self, ids: TokenIds) -> TokenIds:
         self._encoded_tokens += len(ids)
@@ -223,68 +328,48 @@ class Session:
 
     # Limits
 
-    def _limited(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        limits = self.limits
+    def _limited(self, params: SamplingParams, prompt: TokenIds) -> SamplingParams:
         if self._one_temperature and params.temperature != self.params.temperature:
             raise SessionError(
                 f"session {self.id}: params.temperature is {params.temperature}, but this trajectory is trained at "
                 f"{self.params.temperature} (rollout.temperature): give it that temperature, or none at all"
             )
-        if limits.max_turns is not None and self._requests >= limits.max_turns:
-            raise BudgetSpent(StopReason.MAX_TURNS, f"session {self.id}: all {limits.max_turns} turns are used")
-        room = limits.context_length - prompt_tokens
-        if room <= 0:
-            raise BudgetSpent(
-                StopReason.CONTEXT_OVERFLOW,
-                f"session {self.id}: the prompt has {prompt_tokens} tokens, the context {limits.context_length}",
-            )
-        allowed = [room]
-        if limits.max_total_tokens is not None:
-            left = limits.max_total_tokens - self._tree.tokens
-            if left <= 0:
-                raise BudgetSpent(
-                    StopReason.MAX_TOKENS, f"session {self.id}: all {limits.max_total_tokens} tokens are used"
-                )
-            allowed.append(left)
-        allowed += [n for n in (limits.max_tokens_per_turn, params.max_tokens) if n is not None]
+        most = room_for(
+            self.limits,
+            self.id,
+            prompt=len(prompt),
+            committed=self._tree.tokens,
+            requests=self._requests,
+            wanted=params.max_tokens,
+        )
         seed = params.seed
         if seed is None and self._seed is not None:
             seed = stable_hash("request", self._seed, self._requests)
         stop_ids = tuple(sorted(self._renderer.stop_ids.union(params.stop_token_ids)))
-        return replace(params, max_tokens=min(allowed), stop_token_ids=stop_ids, seed=seed)
+        return replace(params, max_tokens=most, stop_token_ids=stop_ids, seed=seed)
 
     # Commit: no await from here on
 
-    def _commit(
-        self,
-        match: Match,
-        messages: list[Canonical],
-        params: SamplingParams,
-        completion: Completion,
-        fork: str | None,
-    ) -> Message:
-        check_completion(completion, params, self.id)
-        message, cut = read_completion(self._renderer, completion, match, params)
+    def _commit(self, request: Placed, completion: Completion) -> Message:
+        match = request.match
+        check_completion(completion, request.params, self.id)
+        message, cut = read_completion(request.renderer, completion, match, request.params)
+        return self._record(request, completion, message, cut=cut)
+
+    def _record(self, request: Placed, completion: Completion, message: Message, *, cut: bool) -> Message:
+        match = request.match
         reason = None
         if match.context is not None or self._tree.siblings(match.parent):
-            reason = fork or fork_reason(self._tree.nodes, match, messages)
-        given, meant = answer(message, self._tree.turns, self._issued, cut=cut)
-        context = self._context(match, reason)
+            reason = request.fork or fork_reason(self._tree.roots, match, request.messages)
+        given, meant = answer(message, self._tree.turns, self._echoes, cut=cut)
+        context = self._tree.context_of(match) or self._add(match.parent, match, match.ids, match.new, reason)
         self._add(context, match, completion.token_ids, (meant,), reason, completion, given["turn_id"])
-        self._issued.update((call.id, given["turn_id"]) for call in given.get("tool_calls", ()))
+        self._echoes.issue(given["turn_id"], meant)
         # What is scored is what was said: agents edit their messages in place.
         self._last = snapshot(given)
         self._history.said(snapshot(given), meant)
+        self._failure = None
         return given
-
-    def _context(self, match: Match, reason: str | None) -> Node:
-        """Return the known context with equal messages and equal ids, else add one."""
-        if match.context is not None:
-            return match.context
-        for node in self._tree.siblings(match.parent):
-            if node.key == match.key and node.messages == match.new and np.array_equal(node.ids, match.ids):
-                return node
-        return self._add(match.parent, match, match.ids, match.new, reason)
 
     def _add(
         self,
@@ -313,39 +398,3 @@ class Session:
                 fork=reason if self._tree.siblings(parent) else None,
             )
         )
-
-
-def _answers_issued(turn: Node, new: list[Canonical]) -> tuple[Canonical, ...]:
-    """Give answers to calls of the path the ids and names that were issued for those calls."""
-    result = []
-    for message in new:
-        asked: Node | None = turn
-        # Nearly always the turn itself: answers follow the calls.
-        while asked is not None and message.answers is not None and asked.start > message.answers[0]:
-            asked = asked.parent
-        if asked is not None and message.answers is not None and asked.sampled and asked.start == message.answers[0]:
-            call = asked.messages[0].calls[message.answers[1]]
-            message = replace(message, call_id=call.id, call_name=call.name)
-        result.append(message)
-    return tuple(result)
-
-
-def _segment(node: Node, messages: bool) -> Segment:
-    completion = node.completion
-    parent = -1 if node.parent is None else node.parent.index
-    meant = tuple(message.to_template() for message in node.messages) if messages else ()
-    if completion is None:
-        tools = tuple(tool.to_json() for tool in node.tools) if parent < 0 else None
-        return Segment(node.index, parent, "context", node.ids, meant, fork=node.fork, tools=tools)
-    return Segment(
-        index=node.index,
-        parent=parent,
-        kind="sampled",
-        ids=node.ids,
-        messages=meant,
-        turn_id=node.turn_id,
-        logprobs=completion.logprobs,
-        weight_versions=completion.weight_versions,
-        finish_reason=completion.finish_reason,
-        fork=node.fork,
-    )

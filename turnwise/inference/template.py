@@ -7,6 +7,7 @@ use. Refuses: knowing what any template means. A template is foreign code: whate
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -37,6 +39,10 @@ class _Generation(jinja2.ext.Extension):
 _TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
 _OBJECT_NAMES = frozenset(dir(dict))
 _LOOP_NUMBERS = frozenset(("index", "index0", "revindex", "revindex0", "length", "first", "last", "depth", "depth0"))
+
+
+_NOW = "strftime_now"
+_ALWAYS = frozenset({"messages", "tools", "documents", "add_generation_prompt", _NOW})
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -74,6 +80,21 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _arguments(tree: jinja2.nodes.Template) -> set[str]:
+    """Return the names that a template reads from outside. One that it sets itself is among them only where it asks
+    whether it was given: it may be set in one branch and read in another.
+    """
+    own = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx != "load"}
+    asked = {
+        node.node.name
+        for node in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter))
+        if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, jinja2.nodes.Name)
+    }
+    # Last: this compiles the tree, which folds its constants.
+    names = jinja2.meta.find_undeclared_variables(tree)
+    return {name for name in names if name not in own or name in asked}
+
+
 class ChatTemplate:
     """Messages in the template's form to text.
 
@@ -82,13 +103,21 @@ class ChatTemplate:
         tool_source: A second template, for prompts with tools; some models ship one under the name ``tool_use``.
         variables: What the template sees besides messages and tools: special tokens (``bos_token``) and
             the run's own arguments (``enable_thinking``).
-        now: What ``strftime_now`` tells, for as long as this template lives; default: the time of construction.
+        now: What ``strftime_now`` tells, always; default: the time of construction, until another is given.
+
+    Attributes:
+        variables: As above.
+        digest: Names the text.
+        reads: The arguments that the text reads, those aside that every prompt has.
+        literals: The texts that are written out in it.
+        now: What ``strftime_now`` tells.
+        dated: Whether that is to be so always.
 
     Raises:
         RenderError: The text is no valid jinja.
     """
 
-    __slots__ = ("_plain", "_tools", "digest", "variables")
+    __slots__ = ("_dates", "_plain", "_tools", "dated", "digest", "literals", "now", "reads", "variables")
 
     def __init__(
         self,
@@ -99,20 +128,41 @@ class ChatTemplate:
         now: datetime | None = None,
     ) -> None:
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        fixed = now or datetime.now()
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = fixed.strftime
+        self.now = now or datetime.now()
+        self.dated = now is not None
         self.variables = dict(variables or {})
         self.digest = hashlib.sha256("\0".join([source, tool_source or ""]).encode()).hexdigest()
         try:
             self._plain = environment.from_string(source)
             self._tools = environment.from_string(tool_source) if tool_source else self._plain
+            # Each render copies them, and jinja's own mapping of several is slow to copy.
+            self._plain.globals = self._tools.globals = dict(self._plain.globals)
+            trees = [environment.parse(text) for text in (source, tool_source) if text]
         except jinja2.TemplateSyntaxError as error:
             raise RenderError(
                 f"the chat template is no valid jinja (line {error.lineno}: {error.message}); "
                 "give a working one as chat_template"
             ) from error
+        self.literals = frozenset(
+            node.value for tree in trees for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)
+        )
+        names = frozenset[str]().union(*map(_arguments, trees))
+        self.reads = frozenset(name for name in names - _ALWAYS - environment.globals.keys() if name[-6:] != "_token")
+        # Nearly all formats of dates are written out where they are used; others could stand anywhere.
+        self._dates = tuple(sorted(text for text in self.literals if "%" in text)) if _NOW in names else None
+
+    def given(self, variables: Mapping[str, Any], now: datetime) -> ChatTemplate:
+        """Return this template with other variables, which count before its own, and at another time."""
+        other = copy.copy(self)
+        other.variables = {**self.variables, **variables}
+        other.now = now
+        return other
+
+    def date(self, now: datetime) -> tuple[str, ...]:
+        """Return what a time looks like in the formats of this template; empty where it writes none."""
+        return () if self._dates is None else tuple(now.strftime(text) for text in self._dates) or (now.isoformat(),)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, generate: bool
@@ -134,6 +184,7 @@ class ChatTemplate:
                 tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=generate,
+                strftime_now=self.now.strftime,
                 **self.variables,
             )
         except Exception as error:

@@ -10,9 +10,12 @@ decode to the same text, and none of them is a control id.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+import tokenizers
 
 from turnwise.errors import RenderError
 
@@ -21,6 +24,7 @@ ESCAPE = "\udfff"
 
 _LONE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
+_OFF = frozenset({"0", "f", "false", "n", "no", "off"})
 
 
 class Tokenizer(Protocol):
@@ -55,6 +59,26 @@ def _first_characters(strings: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(parts)) if parts else None
 
 
+def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Return what encodes one text, without special tokens around it."""
+    if isinstance(tokenizer, tokenizers.Tokenizer) and os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in _OFF:
+        # A fifth quicker, because it tells no offsets. Only batches have it, and with parallelism on they go through
+        # a pool of threads, which forbids this process to fork.
+        batch = tokenizer.encode_batch_fast
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = batch([text], add_special_tokens=False)[0].ids
+            return ids
+
+    else:
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+
+    return encode
+
+
 class Tokens:
     """A tokenizer and its added tokens.
 
@@ -62,10 +86,11 @@ class Tokens:
         added: The id of each added token's text.
     """
 
-    __slots__ = ("_anchor", "_control", "_ids", "_tokenizer", "added", "escaped")
+    __slots__ = ("_anchor", "_control", "_encode", "_ids", "_lead", "_tokenizer", "added", "escaped")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._encode = _encoder(tokenizer)
         self.added: dict[str, int] = {
             token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.content
         }
@@ -76,6 +101,7 @@ class Tokens:
         control = [text for text in self.added if len(text) > 1 and not text.isspace() and not text.isalnum()]
         self._control = _first_characters(control)
         self._anchor = self._find_anchor()
+        self._lead = "" if self._anchor is None else self._decode([self._anchor])
 
     def _find_anchor(self) -> int | None:
         """Return an added id to decode behind where a decoder treats the start of a text specially, else None."""
@@ -117,11 +143,10 @@ class Tokens:
             RenderError: The tokenizer cannot encode the pieces around a mark so that they mean the same text.
         """
         if ESCAPE not in text:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-            return ids
-        ids = []
+            return self._encode(text)
+        ids: list[int] = []
         for number, piece in enumerate(text.split(ESCAPE)):
-            ids += self._encode_behind(piece) if number else self._tokenizer.encode(piece, add_special_tokens=False).ids
+            ids += self._encode_behind(piece) if number else self._encode(piece)
         if self._decode(ids) != self.seen(text.replace(ESCAPE, "")):
             raise RenderError(
                 "this tokenizer changes text that holds the strings of special tokens when it is encoded in pieces; "
@@ -136,19 +161,16 @@ class Tokens:
             text = self._control.sub(lambda match: match[0] + ESCAPE, text)
         pieces = text.split(ESCAPE)
         behind = sum(len(self._encode_behind(piece)) for piece in pieces[1:])
-        return behind + len(self._tokenizer.encode(pieces[0], add_special_tokens=False).ids)
+        return behind + len(self._encode(pieces[0]))
 
     def seen(self, text: str) -> str:
         """Return a text as a model sees it: many tokenizers bring Unicode into a normal form first."""
-        return self._decode(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._decode(self._encode(text))
 
     def _encode_behind(self, piece: str) -> list[int]:
         if self._anchor is None:
-            ids: list[int] = self._tokenizer.encode(piece, add_special_tokens=False).ids
-            return ids
-        lead = self._decode([self._anchor])
-        behind: list[int] = self._tokenizer.encode(lead + piece, add_special_tokens=False).ids
-        return behind[1:]
+            return self._encode(piece)
+        return self._encode(self._lead + piece)[1:]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -165,7 +187,7 @@ class Tokens:
         """Return the text of ids as it stands behind other text (some decoders cut blanks at the start)."""
         if self._anchor is None:
             return self.decode(ids)
-        return self.decode([self._anchor, *ids])[len(self.decode([self._anchor])) :]
+        return self.decode([self._anchor, *ids])[len(self._lead) :]
 
 
 class Marks:
@@ -196,7 +218,7 @@ class Marks:
 
     def read(self, tokens: Tokens, ids: Sequence[int]) -> str:
         """Return the text of ids with the markers as private characters."""
-        if not self._ids:
+        if self._ids.keys().isdisjoint(ids):
             return tokens.decode_behind(ids) if ids else ""
         pieces: list[str] = []
         start = 0

@@ -119,6 +119,8 @@ class VLLMConfig(BaseModel):
             **({"TORCHDYNAMO_DISABLE": "1"} if self.eager else {}),
             # The routes that pause, resume and abort.
             "VLLM_SERVER_DEV_MODE": "1",
+            # Its cache of grammars takes one marker for another (xgrammar 0.2.8).
+            "VLLM_XGRAMMAR_CACHE_MB": "0",
             # The sampler whose log-probabilities are known (see turnwise_vllm_worker.py).
             "VLLM_USE_V2_MODEL_RUNNER": "0",
         }

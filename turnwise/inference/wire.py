@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from turnwise.errors import FormatError, InferenceError
+from turnwise.errors import FormatError, InferenceError, shown
 from turnwise.inference.core import TensorEntry, WeightManifest
 from turnwise.types import FinishReason, Logprobs, TokenIds, VersionSpan
 
@@ -116,7 +116,7 @@ def _decode_choice(body: Any, url: str) -> Choice:
     if len(logprobs) != len(token_ids) or token_ids.ndim != 1:
         raise InferenceError(f"{url} answered {len(token_ids)} ids with {len(logprobs)} log-probabilities")
     # vLLM writes what is not finite as the number that OpenAI's API has for it.
-    if not np.isfinite(logprobs).all() or (logprobs <= _NO_LOGPROB).any():
+    if len(logprobs) and not (logprobs.min() > _NO_LOGPROB and logprobs.max() < np.inf):
         raise InferenceError(f"{url} answered log-probabilities that are not finite: the model has diverged")
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")
@@ -214,5 +214,4 @@ def decode_json(raw: bytes) -> dict[str, Any]:
 
 def short(value: Any) -> str:
     """Return a value for a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shown(value)

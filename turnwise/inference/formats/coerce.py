@@ -1,65 +1,16 @@
 """Values that a format writes without quotes, read by a tool's JSON schema.
 
-Owns: the choice of a type for a text. Refuses: validation; the tool layer checks the full schema, and a value that
-fits no allowed type stays the text that it is.
+Owns: the choice of a type for a text, of those that ``parameters.py`` finds. Refuses: validation; the tool layer checks
+the full schema, and a value that fits no allowed type stays the text that it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from turnwise.inference.formats.jsoncalls import decode_whole
-from turnwise.types import Json, ToolSchema
-
-_DEPTH = 8
-
-
-def parameter_types(tools: Sequence[ToolSchema], name: str, key: str) -> frozenset[str]:
-    """Return the JSON types that a tool's parameter may have; empty where any may stand or nothing is known."""
-    for tool in tools:
-        if tool.name == name:
-            properties = tool.parameters.get("properties")
-            schema = properties.get(key) if isinstance(properties, Mapping) else None
-            return frozenset(_types(schema, tool.parameters, _DEPTH))
-    return frozenset()
-
-
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        yield kind
-    elif isinstance(kind, list):
-        yield from (item for item in kind if isinstance(item, str))
-    else:
-        if "const" in schema:
-            yield _type_of(schema["const"])
-        for value in schema["enum"] if isinstance(schema.get("enum"), list) else ():
-            yield _type_of(value)
-        for word in ("anyOf", "oneOf", "allOf"):
-            for branch in schema[word] if isinstance(schema.get(word), list) else ():
-                yield from _types(branch, root, depth - 1)
-        if isinstance(schema.get("$ref"), str):
-            yield from _types(_resolve(schema["$ref"], root), root, depth - 1)
-    if schema.get("nullable") is True:
-        yield "null"
-
-
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    node: Any = root
-    for part in reference.removeprefix("#").strip("/").split("/"):
-        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
-    return node
-
-
-def _type_of(value: Json) -> str:
-    if value is None:
-        return "null"
-    kinds: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return kinds.get(type(value), "object")
+from turnwise.inference.formats.parameters import type_of
+from turnwise.types import Json
 
 
 def coerce(text: str, types: frozenset[str]) -> Json:
@@ -99,7 +50,7 @@ def _spoken(text: str, types: frozenset[str]) -> Json:
 
 def _fit(value: Json, types: frozenset[str]) -> Json:
     """Return the value in one of the allowed types, or ``_NOTHING``."""
-    kind = _type_of(value)
+    kind = type_of(value)
     if kind in types:
         return value
     if kind == "integer" and "number" in types:

@@ -20,9 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from turnwise.inference.formats import tags
 from turnwise.inference.formats.jsoncalls import skip_blanks
+from turnwise.inference.formats.live import Live, LiveScan
+from turnwise.inference.formats.tags import Tag
 from turnwise.inference.tokens import Marks
-from turnwise.types import Message, ToolCall, ToolSchema
+from turnwise.types import Guide, Message, ToolCall, ToolSchema
 
 OPEN, CLOSE = "reasoning_open", "reasoning_close"
 INSIDE_REASONING = "the call stands inside the reasoning, where calls are not executed"
@@ -148,9 +151,10 @@ class ChatFormat(ABC):
     extra_stops: ClassVar[tuple[str, ...]] = ()
     whole_turn: ClassVar[bool] = False
 
-    __slots__ = ("_close", "_open", "_openers", "markers", "marks")
+    __slots__ = ("_added", "_close", "_open", "_openers", "markers", "marks")
 
     def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        self._added = added
         self.markers = dict(markers)
         self.marks = Marks(added, self.markers.values())
         self._open = self._mark(OPEN)
@@ -214,6 +218,59 @@ class ChatFormat(ABC):
         scan.run()
         return scan.thinking
 
+    def begins_call(self, text: str) -> bool | None:  # noqa: ARG002 - any text may, where nothing is known
+        """Return whether a text is the beginning of a call, None while that may still be. Asked of formats without
+        openers, to show no part of a call as text.
+        """
+        return True
+
+    def settled_by(self, prefix: str) -> bool:
+        """Return whether a generation prompt closed the turn's reasoning."""
+        return bool(self._close) and self._close in prefix
+
+    def live(self, prefix: str) -> Live:
+        """Return the walk over a turn that is still being sampled behind a generation prompt."""
+        return LiveScan(
+            self.marks,
+            (self._open, self._close),
+            self._openers,
+            self.begins_call,
+            opened=self.opened_by(prefix),
+            settled=self.settled_by(prefix),
+        )
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:  # noqa: ARG002
+        """Return the tag of one call or more, at most so many, of these tools; None where there is no such grammar."""
+        return None
+
+    def _beside_tag(self, calls: Tag) -> Tag:
+        """Return the tag of a text, of calls, or of a text with calls behind it."""
+        text = tags.free(*map(self.marks.plain, self._openers))
+        return tags.either(text, tags.sequence(text, calls))
+
+    def guide_tag(self, guide: Guide, prefix: str, calls: Tag | None) -> Tag:
+        """Return the tag of a turn behind a generation prompt.
+
+        Args:
+            guide: What it is held to besides its reasoning.
+            prefix: The generation prompt, with its markers as private characters.
+            calls: The tag of its calls, where it may have some.
+        """
+        markers = [*map(self.marks.plain, self._openers), self.markers.get(OPEN, ""), self.closing]
+        body = tags.held_tag(guide, calls, self._beside_tag, [each for each in markers if each])
+        if not self._open or self.settled_by(prefix):
+            return tags.sequence(tags.BLANK, body)
+        close = tags.sequence(tags.marked(self.closing, self._added), tags.BLANK)
+        thought = tags.sequence(tags.free(*markers), close)
+        if self.opened_by(prefix):
+            return tags.sequence(thought, body)
+        opener = tags.marked(self.markers[OPEN], self._added)
+        return tags.sequence(tags.BLANK, tags.optional(tags.sequence(opener, thought)), body)
+
+    def _marked(self, key: str) -> Tag:
+        """Return the tag of a marker; of an empty one, that of no text."""
+        return tags.marked(self.markers[key], self._added)
+
     def parse(self, turn: TurnText, tools: Sequence[ToolSchema]) -> Parsed:
         """Return what a turn means. Never raises, whatever was sampled."""
         scan = _Scan(self, turn, tools, (self._open, self._close), self._openers)
@@ -233,6 +290,7 @@ class _Scan:
         "_marks",
         "_openers",
         "_parsed",
+        "_settled",
         "_text",
         "_thoughts",
         "_tools",
@@ -257,6 +315,7 @@ class _Scan:
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._parsed = Parsed()
+        self._settled = turn.opened or chat_format.settled_by(turn.prefix)
         self.thinking = False
 
     def run(self) -> Parsed:
@@ -274,16 +333,17 @@ class _Scan:
                 self._content.append(text[position:])
                 break
             self._content.append(text[position:first])
-            if first == start:
-                position = self._block(start)
-            elif first == thought:
+            if first == thought:
                 position = self._think(thought + len(opener))
-            else:
+            elif first == stray:
                 position = stray + len(closer)
-                if not self._parsed.calls:
+                if not self._parsed.calls and not self._settled:
                     # Nobody opened it, yet the model closed it: templates read what stands before as reasoning.
                     self._thoughts += self._content
                     self._content.clear()
+                self._settled = True
+            else:
+                position = self._block(start)
         plain = self._format.marks.plain
         self._parsed.content = plain("".join(self._content)).strip()
         self._parsed.reasoning = plain("".join(self._thoughts)).strip()
@@ -314,6 +374,7 @@ class _Scan:
         text, closer = self._text, self._marks[1]
         close = text.find(closer, position)
         self.thinking = close < 0
+        self._settled = True
         limit = len(text) if close < 0 else close
         self._thoughts.append(text[position:limit])
         at = position

@@ -6,11 +6,13 @@ the model ends it with the token that opens the next message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from turnwise.inference.formats.core import Block, ChatFormat, Probe, Region
-from turnwise.inference.formats.tagged import Tagged, derive, tagged_block
+from turnwise.inference.formats.tagged import Tagged, derive, tagged_block, tagged_calls
+from turnwise.inference.formats.tags import Tag
+from turnwise.types import ToolSchema
 
 
 class Glm(ChatFormat):
@@ -46,6 +48,10 @@ class Glm(ChatFormat):
     def openers(self) -> tuple[str, ...]:
         """Each call begins with its own marker."""
         return (self._mark("open"),)
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of calls, their parameters in the order of the schema."""
+        return tagged_calls(self.markers, self._added, tools, most)
 
     def block(self, region: Region) -> Block | None:
         """Read one call."""

@@ -8,13 +8,15 @@ and ``<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_ar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from turnwise.inference.formats import tags
 from turnwise.inference.formats.core import Block, ChatFormat, Probe, Region
 from turnwise.inference.formats.derive import first_marker, json_span, last_marker
 from turnwise.inference.formats.jsoncalls import named_arguments
-from turnwise.types import ToolCall
+from turnwise.inference.formats.tags import Tag
+from turnwise.types import ToolCall, ToolSchema
 
 
 def _derive(probe: Probe) -> dict[str, str] | None:
@@ -107,10 +109,39 @@ class _Reader:
         return named_arguments(name, body)
 
 
-class DeepSeek(ChatFormat):
+class _Headed(ChatFormat):
+    """What both formats write alike."""
+
+    __slots__ = ()
+
+    numbered: ClassVar[bool]
+    """Whether a number stands behind the name."""
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of a section of calls."""
+        excludes = [self.markers[key] for key in ("section_open", "section_close", "open", "close")]
+        # A fence stands on lines of its own.
+        line = [tags.text("\n")] if self.markers["after_json"] else []
+        header = [tags.text(":"), tags.pattern("[0-9]{1,2}")] if self.numbered else line
+        before = [self._marked("before_json"), *line] if self.markers["before_json"] else []
+        after = [*line, self._marked("after_json")] if self.markers["after_json"] else []
+        kind = [self._marked("before_name")] if self.markers["before_name"] else []
+        called = tags.either(
+            *(
+                tags.sequence(tags.text(tool.name), *header, *before, tags.arguments(tool, excludes), *after)
+                for tool in tools
+            )
+        )
+        call = tags.sequence(self._marked("open"), *kind, called, self._marked("close"))
+        calls = tags.joined(call, tags.BLANK, most)
+        return tags.sequence(self._marked("section_open"), calls, self._marked("section_close"))
+
+
+class DeepSeek(_Headed):
     """Calls with a header of type and name, and JSON in a code fence."""
 
     name: ClassVar[str] = "deepseek"
+    numbered: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, str]] = {
         "section_open": "<｜tool▁calls▁begin｜>",
         "section_close": "<｜tool▁calls▁end｜>",
@@ -143,10 +174,11 @@ class DeepSeek(ChatFormat):
         return self._reader.block(region.text, region.start, region.limit)
 
 
-class Kimi(ChatFormat):
+class Kimi(_Headed):
     """Calls whose header is the model's own id of the call: ``functions.NAME:NUMBER``."""
 
     name: ClassVar[str] = "kimi"
+    numbered: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, str]] = {
         "section_open": "<|tool_calls_section_begin|>",
         "section_close": "<|tool_calls_section_end|>",

@@ -5,12 +5,15 @@ r"""Hermes, Qwen 2.5, Qwen 3: one JSON object between two markers for each call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from turnwise.inference.formats import tags
 from turnwise.inference.formats.core import Block, ChatFormat, Probe, Region
 from turnwise.inference.formats.derive import json_keys, json_span
 from turnwise.inference.formats.jsoncalls import JsonCalls, decode_at, skip_blanks
+from turnwise.inference.formats.tags import Tag
+from turnwise.types import ToolSchema
 
 
 class Hermes(ChatFormat):
@@ -66,6 +69,14 @@ class Hermes(ChatFormat):
             call = self._calls.broken(raw, f"the call was not closed with {self.markers['close']}")
             return Block(end, (call,), closed=False)
         return Block(close + len(self._end), (self._calls.read(self.marks.plain(text[inner:close])),))
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of objects, each between its markers."""
+        name, arguments = self.markers["name"], self.markers["arguments"]
+        excludes = self.markers["open"], self.markers["close"]
+        objects = tags.either(*(tags.json_call(tool, name, arguments, excludes) for tool in tools))
+        call = tags.sequence(self._marked("open"), tags.BLANK, objects, tags.BLANK, self._marked("close"))
+        return tags.joined(call, tags.BLANK, most)
 
     def _closing(self, text: str, inner: int, limit: int) -> int:
         """Return where the closing marker stands.

@@ -6,13 +6,15 @@ name and parameters, is content.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from turnwise.inference.formats import tags
 from turnwise.inference.formats.core import Block, ChatFormat, Probe, Region
 from turnwise.inference.formats.derive import json_keys, json_span
 from turnwise.inference.formats.jsoncalls import JsonCalls, decode_at, skip_blanks
-from turnwise.types import ToolCall
+from turnwise.inference.formats.tags import Tag
+from turnwise.types import ToolCall, ToolSchema
 
 
 class Llama3Json(ChatFormat):
@@ -45,6 +47,20 @@ class Llama3Json(ChatFormat):
     def openers(self) -> tuple[str, ...]:
         """Calls are the whole text."""
         return ()
+
+    def begins_call(self, text: str) -> bool | None:
+        """An object may be a call, and what stands behind the marker."""
+        return text.startswith("{") or (bool(self._begin) and text.startswith(self._begin))
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of objects with semicolons between them."""
+        name, arguments = self.markers["name"], self.markers["arguments"]
+        call = tags.either(*(tags.json_call(tool, name, arguments, ()) for tool in tools))
+        return tags.joined(call, tags.text("; "), most)
+
+    def _beside_tag(self, calls: Tag) -> Tag:
+        """Return the tag of calls, or of a text that does not begin like one."""
+        return tags.either(calls, tags.pattern(r"[^{\s](.|\n)*"))
 
     def block(self, region: Region) -> Block | None:
         """Read all objects from ``start`` on."""

@@ -6,11 +6,13 @@ invocation is a call's own block: it stands although the section was cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from turnwise.inference.formats.core import Block, ChatFormat, Probe, Region
-from turnwise.inference.formats.tagged import Tagged, derive, tagged_block
+from turnwise.inference.formats.tagged import Tagged, derive, tagged_block, tagged_calls
+from turnwise.inference.formats.tags import Tag
+from turnwise.types import ToolSchema
 
 
 class MiniMax(ChatFormat):
@@ -45,6 +47,10 @@ class MiniMax(ChatFormat):
     def openers(self) -> tuple[str, ...]:
         """The section begins with its marker."""
         return (self._mark("section_open"),)
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of calls, their parameters in the order of the schema."""
+        return tagged_calls(self.markers, self._added, tools, most)
 
     def block(self, region: Region) -> Block | None:
         """Read the section, call by call."""

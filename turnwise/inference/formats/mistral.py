@@ -7,13 +7,15 @@ was cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from turnwise.inference.formats import tags
 from turnwise.inference.formats.core import Block, ChatFormat, Probe, Region
 from turnwise.inference.formats.derive import json_keys, json_span
 from turnwise.inference.formats.jsoncalls import JsonCalls, decode_at, named_arguments, skip_blanks
-from turnwise.types import ToolCall
+from turnwise.inference.formats.tags import Tag
+from turnwise.types import ToolCall, ToolSchema
 
 
 class Mistral(ChatFormat):
@@ -59,6 +61,24 @@ class Mistral(ChatFormat):
     def openers(self) -> tuple[str, ...]:
         """The marker begins a list, or one call."""
         return (self._mark("open"),)
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of a list behind the marker, or of a marker, a name and arguments for each call.
+
+        Lists are told by the ids of their calls, the later way by its separator; a template with neither has no tag.
+        """
+        name, arguments, call_id = (self.markers[key] for key in ("name", "arguments", "id"))
+        opener = self._marked("open")
+        excludes = (self.markers["open"],)
+        if call_id:
+            objects = [tags.json_call(tool, name, arguments, excludes, id_key=call_id) for tool in tools]
+            calls = tags.joined(tags.either(*objects), tags.text(", "), most)
+            return tags.sequence(opener, tags.optional(tags.text(" ")), tags.text("["), calls, tags.text("]"))
+        if not self._separator:
+            return None
+        between = self._marked("separator")
+        named = (tags.sequence(tags.text(tool.name), between, tags.arguments(tool, excludes)) for tool in tools)
+        return tags.joined(tags.sequence(opener, tags.either(*named)), None, most)
 
     def block(self, region: Region) -> Block | None:
         """Read what stands behind the marker."""

@@ -18,3 +18,7 @@ class Plain(ChatFormat):
     def detect(cls, probe: Probe) -> dict[str, str] | None:
         """Return no markers where the template leaves calls out."""
         return {} if probe.one is None or probe.FIRST not in probe.one else None
+
+    def begins_call(self, text: str) -> bool | None:  # noqa: ARG002
+        """No text does."""
+        return False

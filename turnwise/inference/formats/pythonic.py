@@ -14,6 +14,7 @@ from turnwise.inference.formats.literals import Reader, Unreadable
 from turnwise.types import ToolCall
 
 _BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(", re.ASCII)
+_MAY_BEGIN = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?\Z", re.ASCII)
 
 
 class Pythonic(ChatFormat):
@@ -51,6 +52,12 @@ class Pythonic(ChatFormat):
     def openers(self) -> tuple[str, ...]:
         """The marker, if there is one; else the list is the whole text."""
         return (self._mark("open"),)
+
+    def begins_call(self, text: str) -> bool | None:
+        """A list whose first item is a name and an opening parenthesis is one of calls."""
+        if _BEGINS.match(text):
+            return True
+        return None if _MAY_BEGIN.match(text) else False
 
     def block(self, region: Region) -> Block | None:
         """Read the calls of a list."""

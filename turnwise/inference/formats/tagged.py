@@ -7,12 +7,17 @@ template's own, and everything else of a value is kept.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from turnwise.inference.formats.coerce import coerce, parameter_types
+from turnwise.inference.formats import tags
+from turnwise.inference.formats.coerce import coerce
 from turnwise.inference.formats.core import Block, Probe, Region
-from turnwise.inference.formats.derive import first_marker, last_marker
+from turnwise.inference.formats.derive import common_start, first_marker, last_marker, split_added
+from turnwise.inference.formats.parameters import Shape, choices_of, parameter_types, shapes, types_of
+from turnwise.inference.formats.tags import Tag
 from turnwise.inference.tokens import Marks
 from turnwise.types import Json, ToolCall, ToolSchema
 
@@ -147,6 +152,7 @@ class Tagged:
             return self._named(plain(rest[: empty.start()]).strip(), {}, raw)
         name = plain(inner[head.end() : first.start()]).strip()
         arguments: dict[str, Json] = {}
+        types = parameter_types(tools, name)
         position = first.end()
         while True:
             value = self._value.search(inner, position)
@@ -158,7 +164,7 @@ class Tagged:
             if stop is None:
                 return ToolCall("", name, {}, raw, f"the parameter {key!r} is not closed")
             text = plain(inner[value.end() : stop.start()])
-            arguments[key] = coerce(text, parameter_types(tools, name, key))
+            arguments[key] = coerce(text, types.get(key, frozenset()))
             if following is None:
                 return self._named(name, arguments, raw)
             position = following.end()
@@ -204,3 +210,74 @@ def tagged_block(call: Tagged, region: Region) -> Block:
         position = block.end
         if not block.closed and block.end >= limit:
             return Block(limit, tuple(calls), closed=False)
+
+
+def tagged_calls(
+    markers: Mapping[str, str], added: Mapping[str, int], tools: Sequence[ToolSchema], most: int | None
+) -> Tag:
+    """Return the tag of one call or more, at most so many, by a grammar (see :data:`KEYS`)."""
+    grammar = _Grammar(markers, added)
+    inner = tags.either(*(tags.sequence(tags.text(tool.name), grammar.parameters(tool)) for tool in tools))
+    before = [grammar.tag("open")]
+    if markers["head"]:
+        # An element that holds the name may stand on a line of its own.
+        before += [tags.BLANK, grammar.tag("head")]
+    calls = tags.joined(tags.sequence(*before, inner, grammar.tag("close")), tags.BLANK, most)
+    if not markers["section_open"]:
+        return calls
+    return tags.sequence(grammar.tag("section_open"), tags.BLANK, calls, tags.BLANK, grammar.tag("section_close"))
+
+
+class _Grammar:
+    """Writes the tags of parameters: ``first KEY value VALUE wall``, then ``next`` and another one, or ``end``."""
+
+    __slots__ = ("_added", "_markers", "_wall", "_word")
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        self._markers = markers
+        self._added = added
+        # What stands behind a value, whether or not another parameter follows.
+        wall = ""
+        for one, other in zip(*(split_added(markers[key], added) for key in ("next", "end")), strict=False):
+            whole = one in added or other in added
+            wall += (one if one == other else "") if whole else common_start(one, other)
+            if one != other:
+                break
+        self._wall = wall
+        self._word = (wall.split() or [""])[0]
+
+    def tag(self, key: str) -> Tag:
+        """Return the tag of a part; of ``next`` and ``end``, what stands behind a value's wall."""
+        text = self._markers[key]
+        return tags.marked(text[len(self._wall) :] if key in ("next", "end") else text, self._added)
+
+    def parameters(self, tool: ToolSchema) -> Tag:
+        """Return the tag of a call's parameters, behind its name, in the order of the schema."""
+        return tags.either(*(self._shape(tool, shape) for shape in shapes(tool.parameters)))
+
+    def _shape(self, tool: ToolSchema, shape: Shape) -> Tag:
+        """Return the tag of one set of parameters."""
+        begun, none = self.tag("end"), self.tag("empty")
+        for key, schema in reversed(shape.properties.items()):
+            wall = tags.marked(self._wall, self._added)
+            pair = (tags.text(key), self.tag("value"), self._value(tool, schema), wall)
+            first = tags.sequence(self.tag("first"), *pair, begun)
+            more = tags.sequence(self.tag("next"), *pair, begun)
+            if key in shape.required:
+                begun, none = more, first
+            else:
+                begun, none = tags.either(more, begun), tags.either(first, none)
+        return none
+
+    def _value(self, tool: ToolSchema, schema: Any) -> Tag:
+        """Return the tag of a parameter's value: the text of a string as it is, anything else as JSON."""
+        choices = choices_of(schema, tool.parameters) or []
+        if any(isinstance(each, str) for each in choices):
+            return tags.either(*(tags.text(each if isinstance(each, str) else json.dumps(each)) for each in choices))
+        types = types_of(schema, tool.parameters)
+        if not types or "string" in types:
+            return tags.free(self._word)
+        shared: dict[str, Json] = {
+            word: tool.parameters[word] for word in ("$defs", "definitions") if word in tool.parameters
+        }
+        return tags.json_value({**shared, **schema}, (self._word,))

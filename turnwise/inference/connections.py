@@ -1,0 +1,400 @@
+"""HTTP connections that stay open, for requests that are sent by the thousand: the hot route to a model server.
+
+Owns: :class:`Connections`. Refuses: what is sent, which server gets it, trying again, redirects, cookies and proxies.
+
+HTTP itself is parsed by httptools. What a general client does besides (cookies, redirects, tracing, timers) costs more
+than all that the recorder does for a turn, so this is as little as a client of an inference server needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from base64 import b64encode
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import lru_cache
+from typing import cast
+from urllib.parse import unquote, urlsplit
+
+import httptools
+
+_CONNECT_SECONDS = 30.0
+# Servers close what is idle; what lay longer than this is not trusted any more.
+_IDLE_SECONDS = 600.0
+# The end of a stream follows its last event at once.
+_SETTLE_SECONDS = 0.05
+# A server that vanished without closing its connections is given up after two minutes of silence, not after hours.
+_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+# A stream whose reader is behind by this much is not read further.
+_HELD_BYTES = 2**20
+
+Address = tuple[str, int, bool]
+"""Host, port, and whether the connection is encrypted."""
+
+
+class ConnectionFailed(Exception):
+    """A connection could not be opened, broke, or carried no HTTP."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: a request at a time, and the pieces of its answer.
+
+    Attributes:
+        loop: On which it was opened; no other one hears of it.
+        status: Of the answer; 0 until its head is there.
+        ended: Whether the answer is there whole.
+        reusable: Whether another request may follow.
+        since: When it was last used, on the clock of ``time.monotonic``.
+    """
+
+    __slots__ = (
+        "_error", "_framed", "_held", "_parser", "_paused", "_pieces", "_transport", "_waiter",
+        "ended", "loop", "reusable", "since", "status",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: ConnectionFailed | None = None
+        self._pieces: deque[bytes] = deque()
+        self.since = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._framed = False
+        self._paused = False
+        self._held = 0
+        self.status = 0
+        self.ended = False
+        self.reusable = False
+
+    @property
+    def open(self) -> bool:
+        """Whether a request may be sent."""
+        return self._error is None and self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing of an answer has come."""
+        return self.status == 0
+
+    def send(self, request: bytes) -> None:
+        """Send a request; its answer is what comes from now on."""
+        assert self._transport is not None
+        self._reset()
+        self._transport.write(request)
+
+    async def more(self) -> None:
+        """Wait until there is something new: the head, a piece, or the end.
+
+        Raises:
+            ConnectionFailed: It broke.
+        """
+        if self._error is not None and not self.ended:
+            raise self._error
+        self._waiter = self.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def take(self) -> bytes:
+        """Return what has come of the body since the last time."""
+        if not self._pieces:
+            return b""
+        whole = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._held = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return whole
+
+    def abort(self) -> None:
+        """Close it at once; the server learns that nobody waits any more."""
+        if self._transport is not None and not self.loop.is_closed():
+            self._transport.abort()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: ConnectionFailed) -> None:
+        if self._error is None:
+            self._error = error
+        if self._waiter is not None and not self._waiter.done():
+            if self.ended:
+                self._waiter.set_result(None)
+            else:
+                self._waiter.set_exception(self._error)
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        plain = transport.get_extra_info("socket")
+        if plain is not None:
+            # A server that vanishes without closing its connections is noticed by nothing else.
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _PROBES.items():
+                if name in vars(socket):  # not every system has them all
+                    plain.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended and self.status:
+            # Nothing was asked: whatever this is, the next answer would be taken for it.
+            self._fail(ConnectionFailed("the server sent more than it was asked for"))
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(ConnectionFailed(f"the server does not answer in HTTP/1.1: {error!r}"))
+            self.abort()
+            return
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.status and not self._framed and not self.ended and error is None:
+            # Without a length the end of the connection is the end of the answer.
+            self.ended = True
+        self._fail(ConnectionFailed(f"the server closed the connection{f': {error!r}' if error else ''}"))
+
+    # What the parser calls
+
+    def on_message_begin(self) -> None:
+        if self.ended:
+            raise ValueError("a second answer")
+
+    def on_header(self, name: bytes, _: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self.status = status
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+        self._held += len(body)
+        if self._held > _HELD_BYTES and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self.status:
+            self.ended = True
+            self.reusable = self._parser.should_keep_alive()
+
+
+class Connections:
+    """A pool of connections to any number of servers. Used on another loop, it opens others there.
+
+    Args:
+        headers: Sent with every request.
+    """
+
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        self._headers = _header_lines(headers or {})
+        self._idle: dict[Address, deque[_Connection]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    async def ask(
+        self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """Send a request and return status and body of the answer, however long that takes.
+
+        Raises:
+            ConnectionFailed: The server cannot be reached, or the connection broke before the end of the answer.
+        """
+        address, request = self._request(method, url, body, headers)
+        connection = await self._send(address, request)
+        try:
+            answer = Answer(connection)
+            return answer.status, await answer.read()
+        finally:
+            self._give_back(address, connection)
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Answer]:
+        """Send a request and yield its answer once its head is there. Leaving before its end closes the connection.
+
+        Raises:
+            ConnectionFailed: As :meth:`ask`.
+        """
+        address, request = self._request(method, url, body, headers)
+        connection = await self._send(address, request)
+        try:
+            yield Answer(connection)
+        finally:
+            self._give_back(address, connection)
+
+    def _request(self, method: str, url: str, body: bytes, headers: Mapping[str, str] | None) -> tuple[Address, bytes]:
+        address, host, path = _parts(url)
+        size = f"\r\nContent-Length: {len(body)}" if body or method != "GET" else ""
+        lines = f"{self._headers}{_header_lines(headers)}" if headers else self._headers
+        return address, f"{method} {path} HTTP/1.1\r\nHost: {host}{size}{lines}\r\n\r\n".encode() + body
+
+    def _give_back(self, address: Address, connection: _Connection) -> None:
+        """Keep a connection for the next request where that may follow."""
+        mine = connection.loop is self._loop and not self._closed
+        if connection.ended and connection.reusable and connection.open and mine:
+            connection.take()
+            connection.since = time.monotonic()
+            waiting = self._idle.setdefault(address, deque())
+            waiting.append(connection)
+            # The one used last is used next: the others grow old.
+            if waiting[0].since < connection.since - _IDLE_SECONDS:
+                waiting.popleft().abort()
+        else:
+            connection.abort()
+
+    async def close(self) -> None:
+        """Close all connections that nobody uses, and the others as soon as they are not used any more."""
+        self._closed = True
+        for waiting in self._idle.values():
+            for connection in waiting:
+                connection.abort()
+        self._idle.clear()
+
+    async def _send(self, address: Address, request: bytes) -> _Connection:
+        """Send a request over a connection that is there, or a new one, and wait for the head of the answer."""
+        while True:
+            connection = self._take(address)
+            fresh = connection is None
+            if connection is None:
+                connection = await _connect(address)
+            try:
+                connection.send(request)
+                while connection.silent:
+                    await connection.more()
+                return connection
+            except ConnectionFailed:
+                # The server may have closed it while it lay idle, before it saw the request: that says nothing of
+                # the server.
+                if fresh or not connection.silent:
+                    raise
+            except asyncio.CancelledError:
+                connection.abort()
+                raise
+
+    def _take(self, address: Address) -> _Connection | None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            # A connection of another loop, which may have ended, would never answer.
+            self._loop, self._idle = loop, {}
+        waiting = self._idle.get(address)
+        oldest = time.monotonic() - _IDLE_SECONDS
+        while waiting:
+            connection = waiting.pop()
+            if connection.open and connection.since > oldest:
+                return connection
+            connection.abort()
+        return None
+
+
+class Answer:
+    """An answer whose head is there.
+
+    Attributes:
+        status: Of HTTP.
+    """
+
+    __slots__ = ("_connection", "status")
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self.status = connection.status
+
+    async def read(self) -> bytes:
+        """Return the body, or what is left of it.
+
+        Raises:
+            ConnectionFailed: The connection broke before its end.
+        """
+        pieces = [self._connection.take()]
+        while not self._connection.ended:
+            await self._connection.more()
+            pieces.append(self._connection.take())
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def settle(self) -> None:
+        """Wait a moment for the end of a body that has said what it had to: its connection can then be used again."""
+        with suppress(TimeoutError, ConnectionFailed):
+            async with asyncio.timeout(_SETTLE_SECONDS):
+                while not self._connection.ended:
+                    self._connection.take()
+                    await self._connection.more()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Yield the lines of the body as they come, without what ends them.
+
+        Raises:
+            ConnectionFailed: The connection broke before its end.
+        """
+        rest = b""
+        while True:
+            data = self._connection.take()
+            if data:
+                *whole, rest = (rest + data).split(b"\n")
+                for line in whole:
+                    yield line.removesuffix(b"\r")
+            elif self._connection.ended:
+                break
+            else:
+                await self._connection.more()
+        if rest:
+            yield rest
+
+
+async def _connect(address: Address) -> _Connection:
+    host, port, secure = address
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            _, connection = await loop.create_connection(_Connection, host, port, ssl=secure or None)
+    except TimeoutError as error:
+        raise ConnectionFailed(f"no connection to {host}:{port} within {_CONNECT_SECONDS:g} s") from error
+    except OSError as error:
+        raise ConnectionFailed(f"no connection to {host}:{port}: {error.strerror or error}") from error
+    except UnicodeError as error:  # of a name whose parts are empty or too long
+        raise ConnectionFailed(f"no connection to {host}:{port}: {error}") from error
+    return connection
+
+
+def _header_lines(headers: Mapping[str, str]) -> str:
+    for name, value in headers.items():
+        if any(mark in name + value for mark in "\r\n"):
+            raise ValueError(f"the header {name} holds a line break")
+    return "".join(f"\r\n{name}: {value}" for name, value in headers.items())
+
+
+@lru_cache(maxsize=1024)
+def _parts(url: str) -> tuple[Address, str, str]:
+    """Return address, ``Host`` (with the credentials of a URL that holds some) and path of a URL.
+
+    Raises:
+        ConnectionFailed: It is none of HTTP.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConnectionFailed(f"{url!r} has no host or port that can be: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConnectionFailed(f"{url!r} is no URL of HTTP: write http://HOST:PORT")
+    secure = parts.scheme == "https"
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    user, _, host = parts.netloc.rpartition("@")
+    if user:
+        host += f"\r\nAuthorization: Basic {b64encode(unquote(user).encode()).decode()}"
+    return (parts.hostname, port or (443 if secure else 80), secure), host, path
