@@ -10,7 +10,7 @@ import asyncio
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from turnwise.tools.response import ToolResponse
 
 OpenSession = Callable[[str, str], Session]
+OpenAddress = Callable[[Session], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Episode:
         tools: Sequence[ToolSchema],
         limits: EpisodeLimits,
         open_session: OpenSession,
+        open_address: OpenAddress | None = None,
         deadline: float | None = None,
         executor: Executor | None = None,
     ) -> None:
@@ -109,6 +111,7 @@ class Episode:
         self._env = env
         self._executor = executor
         self._open_session = open_session
+        self._open_address = open_address
         self._sessions: dict[str, Session] = {}
         self._failure: EnvError | None = None
 
@@ -132,6 +135,19 @@ class Episode:
         if name not in self._sessions:
             self._sessions[name] = self._open_session(name, policy)
         return self._sessions[name]
+
+    async def address(self, name: str = "main", policy: str = "main") -> str:
+        """Return a base URL at which a program talks to the model in that session, until the agent returns.
+
+        It speaks OpenAI Chat and Responses (with ``/v1`` behind it) and Anthropic Messages, records every token, and
+        holds a token that cannot be guessed. How it samples is the run's to say, whatever a program asks for.
+
+        Raises:
+            AgentError: This episode was made without a gateway.
+        """
+        if self._open_address is None:
+            raise AgentError("episode.address: this episode has no gateway; ask episode.session.chat instead")
+        return await self._open_address(self.session_for(name, policy))
 
     async def step(self, message: Message, *, agent: str = "main") -> StepResult:
         """Hand an assistant message to the environment.

@@ -27,6 +27,8 @@ from turnwise.trajectory import Segment, Trajectory, to_samples
 from turnwise.types import TokenIds
 
 LEDGER, TRAJECTORIES, BATCHES = "ledger.jsonl", "trajectories.jsonl", "batches.jsonl"
+_TEXT = "text"
+_OF_TEXT = "trajectories of text: nothing to prove"
 
 
 @dataclass(slots=True)
@@ -56,8 +58,12 @@ def audit_files(run: Path) -> AuditReport:
         run: Holds ``ledger.jsonl`` and ``trajectories.jsonl``, and ``batches.jsonl`` if something was trained.
 
     Raises:
-        AuditError: A file is missing: nothing can be proven.
+        AuditError: A file is missing, or everything was recorded as text: nothing can be proven.
     """
+    if (run / TRAJECTORIES).is_file() and not (run / LEDGER).is_file():
+        forms = _forms(run)
+        if forms.keys() == {_TEXT}:
+            raise _nothing(run, forms.total())
     for name in (LEDGER, TRAJECTORIES):
         if not (run / name).is_file():
             raise AuditError(f"{run} holds no {name}: nothing can be proven about this run")
@@ -68,7 +74,24 @@ def audit_files(run: Path) -> AuditReport:
         _Audit(ledger, batches, report).all(read_trajectories(run / TRAJECTORIES))
     except FormatError as error:
         report.contradictions.append(str(error))
+    if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:
+        raise _nothing(run, report.counts[_OF_TEXT])
     return report
+
+
+def _forms(run: Path) -> Counter[str]:
+    """Return how many trajectories were recorded as what."""
+    try:
+        return Counter(trajectory.recorded for trajectory in read_trajectories(run / TRAJECTORIES))
+    except FormatError:
+        return Counter()
+
+
+def _nothing(run: Path, count: int) -> AuditError:
+    return AuditError(
+        f"{run} holds {count} trajectories, all recorded as text from a hosted endpoint, which tells no token ids: "
+        "there is nothing to prove by tokens"
+    )
 
 
 class _Audit:
@@ -101,6 +124,10 @@ class _Audit:
                 self._say(trajectory, "stands twice in the file")
                 continue
             seen.add(trajectory.id)
+            if trajectory.recorded == _TEXT:
+                counts[_OF_TEXT] += 1
+                self._text(trajectory)
+                continue
             unsound = list(_structure(trajectory.segments)) + list(_events(trajectory))
             for text in unsound:
                 self._say(trajectory, text)
@@ -111,6 +138,14 @@ class _Audit:
 
     def _say(self, trajectory: Trajectory, text: str) -> None:
         self._report.contradictions.append(f"trajectory {trajectory.id}: {text}")
+
+    def _text(self, trajectory: Trajectory) -> None:
+        """Hold a trajectory against its own claim that no tokens of it are known."""
+        if any(len(segment.ids) for segment in trajectory.segments):
+            self._say(trajectory, "was recorded as text, but holds ids")
+        for what, found in (("calls of it in the ledger", self._calls), ("rows of it that were trained", self._rows)):
+            if trajectory.id in found:
+                self._say(trajectory, f"was recorded as text, but there are {what}")
 
     # Against the ledger
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -84,6 +84,11 @@ class RolloutConfig(BaseModel):
         close_timeout: Seconds that an environment may take to close.
         retries: How often an episode that an infrastructure failure ended is tried again.
         max_lost_threads: How many tool threads may be lost to time-outs before the run ends.
+        reasoning: What becomes of the reasoning of earlier turns: ``keep``, it stays in the prompt; ``template``, what
+            the model's chat template drops from a history is dropped, and each turn where it does begins a branch of
+            its own (exact, at the cost of more tokens). Evaluation does the same.
+        echo: What becomes of an assistant message that comes back rewritten with the ids of its calls: ``same``, it is
+            the turn that was sampled; ``strict``, it was edited and begins a branch of its own.
         save_messages: Whether saved trajectories hold their messages (to view them), not only ids.
         group_reward: Rewards trajectories by comparing them with the others of their group.
     """
@@ -107,5 +112,7 @@ class RolloutConfig(BaseModel):
     close_timeout: Annotated[float, Field(gt=0)] = 30.0
     retries: Annotated[int, Field(ge=0)] = 2
     max_lost_threads: Annotated[int, Field(ge=0)] = 16
+    reasoning: Literal["keep", "template"] = "keep"
+    echo: Literal["same", "strict"] = "same"
     save_messages: bool = True
     group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None

@@ -78,6 +78,7 @@ class RolloutProducer(RolloutManager):
             client,
             parts.renderer,
             context_length=info.context_length,
+            guides=info.guides,
             executor=threads,
             write=write,
         )

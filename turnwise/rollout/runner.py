@@ -23,8 +23,10 @@ from turnwise.envs.wrappers import wrap
 from turnwise.errors import AgentError, BudgetSpent, ConfigError, EnvError, TurnwiseError
 from turnwise.inference.canonical import clean
 from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.gateway.hosted_client import HostedClient
+from turnwise.inference.gateway.local import LocalGateway
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.sessions import EpisodeSessions
+from turnwise.rollout.sessions import EpisodeSessions, metrics_of, turn_metrics
 from turnwise.tasks import Task
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.media import check_media
@@ -96,6 +98,7 @@ class EpisodeRunner:
         client: Who samples.
         renderer: Messages to ids and back.
         context_length: What the server can take.
+        guides: Whether the server holds completions to grammars, for programs that ask for that.
         executor: Where sync tools and blocking environments run.
         write: Called with every trajectory, failed and cancelled ones included.
     """
@@ -107,6 +110,7 @@ class EpisodeRunner:
         renderer: Renderer,
         *,
         context_length: int,
+        guides: bool = False,
         executor: Executor | None = None,
         write: Callable[[Trajectory], None] | None = None,
     ) -> None:
@@ -116,6 +120,8 @@ class EpisodeRunner:
         self._executor = executor
         self._write = write
         self._context_length = min(context_length, config.context_length or context_length)
+        endpoint = client.endpoint if isinstance(client, HostedClient) else None
+        self._gateway = LocalGateway(renderer, context_length=self._context_length, endpoint=endpoint, guides=guides)
         self._agents: dict[str, Agent] = {}
         self._held: set[str] = set()
         self._toolbox = Toolbox(config.env.tools)
@@ -148,7 +154,8 @@ class EpisodeRunner:
             await self._close_spare()
 
     async def close(self) -> None:
-        """Close what the configured tools hold, and the environment that no episode took."""
+        """Close what the configured tools hold, the environment that no episode took, and the addresses of sessions."""
+        await self._gateway.close()
         await self._close_spare()
         await self._toolbox.close()
 
@@ -208,7 +215,8 @@ class EpisodeRunner:
             async with scope:
                 run.episode = episode = await self._reset(run, None if timeout is None else scope.when())
                 try:
-                    await agent.run(episode)
+                    async with run.sessions.acting():
+                        await agent.run(episode)
                 except Exception as error:
                     spent = _budget_spent(error)
                     if spent is None:
@@ -241,6 +249,7 @@ class EpisodeRunner:
             tools=schemas(run.env),
             limits=limits,
             open_session=run.sessions.open,
+            open_address=run.sessions.address,
             deadline=deadline,
             executor=self._executor,
         )
@@ -280,6 +289,7 @@ class EpisodeRunner:
             temperature=self._temperature(spec),
             trained=spec.partition == "train",
             context_length=self._context_length,
+            gateway=self._gateway,
         )
 
     def _temperature(self, spec: EpisodeSpec) -> float:
@@ -348,11 +358,10 @@ class EpisodeRunner:
             return [blank]
         result = []
         for name, (session, policy) in sorted(run.sessions.opened.items(), key=lambda item: item[0] != "main"):
-            metrics = {**session.metrics(), **run.metrics}
+            metrics = metrics_of(session, run.metrics)
             if name == "main" and episode is not None:
                 metrics |= episode.metrics
             events = [(r.turn_id, r.name, r.value) for r in episode.rewards if r.agent == name] if episode else []
-            counted = episode.turn_metrics.items() if episode else ()
             trajectory = replace(
                 blank,
                 id=session.id,
@@ -360,10 +369,13 @@ class EpisodeRunner:
                 group_id=spec.group_id if name == "main" else f"{spec.group_id}/{name}",
                 agent=name,
                 policy=policy,
+                reasoning=session.reasoning,
+                echo=session.echo,
+                recorded=session.recorded_as,
                 segments=session.segments(messages=self._config.save_messages),
                 rewards=events,
                 metrics=metrics,
-                turn_metrics={turn: dict(values) for (agent, turn), values in counted if agent == name},
+                turn_metrics=turn_metrics(session, name, episode),
             )
             result.append(trajectory)
         return result

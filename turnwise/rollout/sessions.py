@@ -1,12 +1,21 @@
 """The sessions of one episode.
 
-Owns: :class:`EpisodeSessions`: what a session of an episode is opened with, and which ones there are. Refuses: making
-trajectories of them (``runner.py``).
+Owns: :class:`EpisodeSessions`: what a session of an episode is opened with, which ones there are, and their addresses;
+and what is counted of a session.
+Refuses: making trajectories of them (``runner.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+
+from turnwise.agents.core import Episode
+from turnwise.errors import TurnwiseError
 from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.gateway.hosted_client import HostedClient
+from turnwise.inference.gateway.hosted_session import TextSession
+from turnwise.inference.gateway.local import Door, LocalGateway
 from turnwise.inference.session import Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig
 from turnwise.seeding import stable_hash
@@ -25,6 +34,7 @@ class EpisodeSessions:
         temperature: Sampling temperature of the episode.
         trained: Whether its trajectories are trained: they are then sampled at this temperature only.
         context_length: Most tokens of prompt and completion together.
+        gateway: Gives sessions addresses.
 
     Attributes:
         opened: Session and policy by the session's name, in the order in which they were opened.
@@ -41,13 +51,18 @@ class EpisodeSessions:
         temperature: float,
         trained: bool,
         context_length: int,
+        gateway: LocalGateway,
     ) -> None:
         self.opened: dict[str, tuple[Session, str]] = {}
+        self._gateway = gateway
+        self._doors: dict[str, Door] = {}
         self._client = client
         self._renderer = renderer
         self._episode_id = episode_id
         self._seed = seed
         self._trained = trained
+        self._reasoning = config.reasoning
+        self._echo = config.echo
         self._params = SamplingParams(
             temperature=temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p
         )
@@ -65,14 +80,92 @@ class EpisodeSessions:
             name: Whose session it is; ``main`` is the agent's own.
             policy: Which policy samples in it.
         """
-        session = Session(
-            self._client,
-            self._renderer,
-            id=self._episode_id if name == "main" else f"{self._episode_id}/{name}",
-            limits=self._limits,
-            params=self._params,
-            seed=stable_hash("session", self._seed, name),
-            one_temperature=self._trained,
+        session_id = self._episode_id if name == "main" else f"{self._episode_id}/{name}"
+        session = (
+            self._hosted(session_id, self._client)
+            if isinstance(self._client, HostedClient)
+            else Session(
+                self._client,
+                self._renderer,
+                id=session_id,
+                limits=self._limits,
+                params=self._params,
+                seed=stable_hash("session", self._seed, name),
+                one_temperature=self._trained,
+                reasoning=self._reasoning,
+                echo=self._echo,
+            )
         )
         self.opened[name] = (session, policy)
         return session
+
+    def _hosted(self, session_id: str, client: HostedClient) -> Session:
+        limits = self._limits
+        return client.open(
+            id=session_id,
+            params=self._params,
+            max_turns=limits.max_turns,
+            max_tokens_per_turn=limits.max_tokens_per_turn,
+            max_total_tokens=limits.max_total_tokens,
+            echo=self._echo,
+        )
+
+    async def address(self, session: Session) -> str:
+        """Return the base URL of a session, the same one whenever it is asked for.
+
+        Raises:
+            TurnwiseError: As :meth:`LocalGateway.open`.
+        """
+        if session.id not in self._doors:
+            self._doors[session.id] = await self._gateway.open(session)
+        return self._doors[session.id].url
+
+    @contextlib.asynccontextmanager
+    async def acting(self) -> AsyncIterator[None]:
+        """Watch over an agent. Behind it no address answers any more.
+
+        Raises:
+            TurnwiseError: What an agent behind an address was told last, where that ended it: whatever it made of it,
+                nothing was left, or it was no fault of the policy.
+        """
+        try:
+            try:
+                yield
+            except Exception as error:
+                failure = self._failure()
+                if failure is not None:
+                    raise failure from error
+                raise
+            failure = self._failure()
+            if failure is not None:
+                raise failure
+        finally:
+            for door in self._doors.values():
+                await self._gateway.shut(door)
+
+    def _failure(self) -> TurnwiseError | None:
+        failures = [door.failure for door in self._doors.values()]
+        return next((failure for failure in failures if failure is not None), None)
+
+
+def metrics_of(session: Session, episode: Mapping[str, float]) -> dict[str, float]:
+    """Return what was counted of a session and of its episode.
+
+    Args:
+        session: The session.
+        episode: What was counted of the episode; its temperature is none of a hosted endpoint's, whose requests say at
+            which one they are sampled, if anybody does.
+    """
+    if isinstance(session, TextSession):
+        episode = {name: value for name, value in episode.items() if name != "temperature"}
+    return {**session.metrics(), **episode}
+
+
+def turn_metrics(session: Session, name: str, episode: Episode | None) -> dict[str, dict[str, float]]:
+    """Return what was counted of the turns of a session, by turn id."""
+    reported = session.turn_metrics if isinstance(session, TextSession) else {}
+    found = {turn: dict(values) for turn, values in reported.items()}
+    for (agent, turn), values in episode.turn_metrics.items() if episode else ():
+        if agent == name:
+            found.setdefault(turn, {}).update(values)
+    return found

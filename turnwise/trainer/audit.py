@@ -169,6 +169,9 @@ def _turns(
 
 def _temperature(trajectory: Trajectory, configured: float) -> float | None:
     """Return what the logits were divided by, or None where that is not known."""
+    if trajectory.metrics.get("temperatures", 1.0) > 1:
+        # An agent behind a gateway chose them, request by request.
+        return None
     noted = trajectory.metrics.get("temperature")
     if noted is None and trajectory.partition != "train" and configured not in (0.0, 1.0):
         return None

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from turnwise.config import ConfigPath
 from turnwise.errors import RegistryError
-from turnwise.evaluation.config import EvalPlan, RendererConfig
-from turnwise.inference.config import InferenceConfig
+from turnwise.evaluation.config import EvalPlan
+from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import TasksConfig
 from turnwise.trainer.advantages import advantage_fn
