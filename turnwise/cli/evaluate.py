@@ -22,6 +22,9 @@ def command(
     url: Annotated[
         str | None, typer.Option("--url", help="A running server; --model then names its tokenizer.")
     ] = None,
+    key_env: Annotated[
+        str | None, typer.Option("--key-env", help="--url is a hosted endpoint: environment variable of its key.")
+    ] = None,
     tasks: Annotated[
         str | None, typer.Option("--tasks", "-t", help="A file of tasks, or pkg.mod:function?key=value.")
     ] = None,
@@ -51,6 +54,7 @@ def command(
         "rollout.concurrency": concurrency,
         "model": model,
         "url": url,
+        "hosted.key_env": key_env,
         "tasks": tasks,
         "limit": limit,
         "samples": samples,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath
 from turnwise.errors import ConfigError
-from turnwise.inference.config import InferenceConfig
-from turnwise.inference.core import Renderer
+from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.inference.gateway.hosted_config import HostedConfig, base_url, without_model
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import TasksConfig
 
@@ -52,55 +52,15 @@ class EvalPlan(BaseModel):
         return self
 
 
-class RendererConfig(BaseModel):
-    """How messages become ids and back.
-
-    Attributes:
-        format: The chat format, or ``auto``, which decides by rendering probes with the model's own template.
-        special_in_text: What happens to the text of special tokens inside messages: ``escape`` keeps it text,
-            ``template`` does what the template does (they become control ids).
-        chat_template: A jinja file instead of the model's own template.
-        template_kwargs: Arguments of the template, such as ``enable_thinking``.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    format: str = "auto"
-    special_in_text: Literal["escape", "template"] = "escape"
-    chat_template: ConfigPath | None = None
-    template_kwargs: dict[str, Any] = {}
-
-    def load(self, model: str | Path) -> Renderer:
-        """Return the renderer of a model's directory.
-
-        Raises:
-            ConfigError: The chat template cannot be read.
-            RenderError: Directory, template or format cannot be used.
-        """
-        from turnwise.inference.renderer import load_renderer
-
-        template = None
-        if self.chat_template is not None:
-            try:
-                template = self.chat_template.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"renderer.chat_template is {self.chat_template}: {error}") from error
-        return load_renderer(
-            model,
-            format=self.format,
-            special_in_text=self.special_in_text,
-            template_kwargs=self.template_kwargs,
-            chat_template=template,
-        )
-
-
 class EvalConfig(EvalPlan):
     """An evaluation of its own: ``turnwise eval``.
 
     Attributes:
         model: Directory of a Hugging Face model. Without ``url`` it is served; with it only its tokenizer and chat
             template are read.
-        url: A running server, or several (comma between them).
+        url: A running server, or several (comma between them); with ``hosted`` the base URL of the endpoint.
+        hosted: Says that ``url`` is a hosted endpoint, which tells no token ids: trajectories are recorded as text, and
+            agents decide how they sample (``session.chat`` names ``rollout.temperature`` and ``rollout.top_p``).
         rollout: Environment, agent, sampling and limits; ``group_size`` is not read (see ``samples``).
         renderer: How messages become ids.
         inference: How the model is served.
@@ -108,12 +68,51 @@ class EvalConfig(EvalPlan):
             ``runs/``.
     """
 
-    model: ConfigPath = Field(description="the directory of a Hugging Face model")
+    model: ConfigPath | None = Field(description="the directory of a Hugging Face model")
     url: str | None = None
+    hosted: HostedConfig | None = None
     rollout: RolloutConfig
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
     out: ConfigPath | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_model(cls, data: Any) -> Any:
+        return without_model(data)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.hosted is None:
+            if self.model is None:
+                raise ValueError("model, the directory of a Hugging Face model (or hosted and url)")
+            return self
+        base_url(self.url)
+        rollout = self.rollout
+        wrong = {
+            "model": self.model is not None,
+            "greedy": self.greedy,
+            "max_prompt_tokens": self.max_prompt_tokens is not None,
+            "rollout.top_k": rollout.top_k != 0,
+            "rollout.min_p": rollout.min_p != 0,
+            "rollout.context_length": rollout.context_length is not None,
+            "rollout.reasoning": rollout.reasoning != "keep",
+        }
+        said = [name for name, is_set in wrong.items() if is_set]
+        if said:
+            raise ValueError(f"no {', '.join(said)} together with hosted: its tokens are not known, and agents ask it")
+        return self
+
+    @property
+    def directory(self) -> Path:
+        """Where tokenizer and chat template lie.
+
+        Raises:
+            ConfigError: The endpoint is hosted.
+        """
+        if self.model is None:
+            raise ConfigError("model is missing: a hosted endpoint has no directory of tokenizer and chat template")
+        return self.model
 
     @property
     def urls(self) -> list[str]:

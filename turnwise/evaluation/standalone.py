@@ -25,6 +25,10 @@ from turnwise.evaluation.runner import eval_requests, evaluate, load_eval_tasks
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.core import LLMClient
 from turnwise.inference.fleet import Fleet
+from turnwise.inference.gateway.hosted_client import HostedClient
+from turnwise.inference.gateway.hosted_config import base_url
+from turnwise.inference.gateway.hosted_endpoint import Endpoint
+from turnwise.inference.gateway.hosted_renderer import TextRenderer
 from turnwise.inference.ledger import LedgerClient
 from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.producer import RolloutProducer
@@ -85,7 +89,7 @@ def _folder(config: EvalConfig) -> Path:
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     """Evaluate and return the figures; ``errors`` gets what ended episodes."""
-    renderer = config.renderer.load(config.model)
+    renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     described = renderer.describe()
     console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
     loaded = await load_eval_tasks(config, config.rollout, renderer)
@@ -95,8 +99,10 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     async with AsyncExitStack() as stack:
         model = await _model(config, folder, stack)
-        # The ledger closes the client with it, and marks its own end: nothing is in flight any more.
-        client = LedgerClient(model.client, folder / "ledger.jsonl")
+        # The ledger closes the client with it, and marks its own end: nothing is in flight any more. Of text there are
+        # no tokens to write down.
+        tells = config.hosted is None
+        client = LedgerClient(model.client, folder / "ledger.jsonl") if tells else model.client
         stack.push_async_callback(client.close)
         writer = TrajectoryWriter(folder / "trajectories.jsonl")
         stack.callback(writer.close)
@@ -114,10 +120,13 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
 
 
 async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Model:
+    if config.hosted is not None:
+        endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
+        return _Model(HostedClient(endpoint, model=config.hosted.model))
     if config.urls:
         settings = config.inference
         return _Model(HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait))
-    fleet = Fleet(config.inference, config.model, logs=folder / "logs")
+    fleet = Fleet(config.inference, config.directory, logs=folder / "logs")
     stack.push_async_callback(fleet.close)
     await fleet.launch()
     return _Model(fleet.client, fleet.recover)

@@ -105,7 +105,7 @@ def render(trajectory: Trajectory, *, tokens: bool = False) -> RenderableType:
         for segment in path:
             if segment.index not in shown:
                 shown.add(segment.index)
-                parts.extend(_segment(segment, trajectory.rewards, tokens))
+                parts.extend(_segment(segment, trajectory.rewards, tokens and trajectory.recorded != "text"))
     loose = [event for event in trajectory.rewards if event[0] is None]
     if loose:
         parts.append(Text.assemble(("episode ", "dim"), _rewards(loose)))
@@ -121,6 +121,8 @@ def _head(trajectory: Trajectory) -> Text:
         f"{turns} turn{'' if turns == 1 else 's'}",
         f"{trajectory.sampled_tokens} tokens sampled",
     ]
+    if trajectory.recorded == "text":
+        facts.append("recorded as text")
     if trajectory.agent != "main":
         facts.insert(1, f"session {trajectory.agent}")
     head = Text.assemble(("reward ", "dim"), (f"{trajectory.reward:g}", "bold"), ("  ended ", "dim"))
