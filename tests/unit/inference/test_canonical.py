@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from turnwise.errors import SessionError
 from turnwise.inference.canonical import (
-    History,
     canonical_arguments,
     canonical_messages,
     canonical_tools,
-    snapshot,
 )
+from turnwise.inference.history import History, snapshot
 from turnwise.types import ToolCall, ToolSchema
 
 json_values = st.recursive(
@@ -104,12 +103,12 @@ def test_a_tool_message_is_the_position_of_the_call_it_answers() -> None:
             {"role": "tool", "tool_call_id": "one", "content": "a"},
         ]
     )
-    assert [m.answers for m in named[1:]] == [(0, 1), (0, 0)]
+    assert [m.answers for m in named[1:]] == [1, 0]
     assert [m.call_name for m in named[1:]] == ["g", "f"]
     unnamed = canonical_messages([said, {"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}])
-    assert [m.answers for m in unnamed[1:]] == [(0, 0), (0, 1)]
+    assert [m.answers for m in unnamed[1:]] == [0, 1]
     one_too_many = canonical_messages([{"role": "user", "content": "x"}, {"role": "tool", "content": "a"}])
-    assert one_too_many[1].answers == (-1, -1)
+    assert one_too_many[1].answers == -1
 
 
 def test_a_call_with_an_error_is_its_raw_text() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -11,12 +12,12 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from turnwise.errors import InferenceError, RequestRefused
+from turnwise.errors import GuideRefused, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.client import Balancer, HTTPClient
 from turnwise.inference.core import ModelInfo
 from turnwise.seeding import stable_hash
-from turnwise.types import Media, SamplingParams, TokenPrompt, as_ids
+from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids
 
 PROMPT = TokenPrompt(as_ids([1, 2, 3]))
 PARAMS = SamplingParams(max_tokens=10, seed=4)
@@ -304,8 +305,8 @@ def piece(ids, reason=None, **changes) -> dict:
     return {"choices": [{"token_ids": list(ids), "logprobs": {"content": content}, "finish_reason": reason, **changes}]}
 
 
-async def collect(client: HTTPClient) -> list:
-    return [delta async for delta in client.stream(PROMPT, PARAMS, session_id="s")]
+async def collect(client: HTTPClient, params: SamplingParams = PARAMS) -> list:
+    return [delta async for delta in client.stream(PROMPT, params, session_id="s")]
 
 
 async def test_a_stream_of_vllm(make):
@@ -319,6 +320,17 @@ async def test_a_stream_of_vllm(make):
     assert [delta.weight_version for delta in deltas] == [None, 0]
     assert [delta.weight_versions for delta in deltas] == [(), ((0, 0, 3),)]
     assert fake.bodies[0]["stream"] is True
+
+
+async def test_streams_and_requests_use_a_connection_again(make):
+    spans = [{"version": "0", "start": 0, "end": 1}]
+    whole = events(piece([5], "stop", weight_versions=spans), {"choices": [], "usage": {}}, b"[DONE]")
+    async with Fake(whole, whole, answer([6])) as fake:
+        client = make(fake)
+        await collect(client)
+        await collect(client)
+        await client.generate(PROMPT, PARAMS, session_id="s")
+    assert len(fake.connections) == 1
 
 
 async def test_a_stream_goes_on_after_aborts_and_breaks(make):
@@ -408,3 +420,52 @@ async def test_a_server_under_a_new_address(make):
         client.replace_url(old.url, new.url + "/")
         assert client.urls == (new.url,)
         assert (await client.generate(PROMPT, PARAMS, session_id="s")).token_ids.tolist() == [5]
+
+
+# -- guides
+
+HELD = replace(PARAMS, guide=Guide(tag='{"format": {"type": "any_text"}}'))
+
+
+async def test_a_guide_is_sent_as_its_tag(make):
+    async with Fake(answer([5])) as fake:
+        await make(fake).generate(PROMPT, HELD, session_id="s")
+        with pytest.raises(GuideRefused, match="has no tag"):
+            await make(fake).generate(PROMPT, replace(PARAMS, guide=Guide(schema={})), session_id="s")
+    (body,) = fake.bodies
+    assert body["sampling_params"]["structured_outputs"] == {"structural_tag": HELD.guide.tag}
+
+
+async def test_a_refusal_of_what_is_held_is_one_of_the_guide(make):
+    refusal = reply(b'{"error": {"message": "no such grammar"}}', 400)
+    async with Fake(refusal, refusal, refusal) as fake:
+        with pytest.raises(GuideRefused, match="no such grammar"):
+            await make(fake).generate(PROMPT, HELD, session_id="s")
+        with pytest.raises(GuideRefused, match="no such grammar"):
+            await collect(make(fake), HELD)
+        with pytest.raises(RequestRefused, match="no such grammar"):
+            await make(fake).generate(PROMPT, PARAMS, session_id="s")
+
+
+async def test_what_is_held_to_a_grammar_begins_again(make):
+    async with Fake(answer([5, 6], "abort", "1"), answer([7, 8], "stop", "2")) as fake:
+        done = await make(fake).generate(PROMPT, HELD, session_id="s")
+    assert (done.token_ids.tolist(), done.weight_versions) == ([7, 8], ((2, 0, 2),))
+    assert np.allclose(done.logprobs, [-0.7, -0.8])
+    one, other = fake.bodies
+    assert one == other
+    assert "continued" not in one
+
+
+async def test_a_stream_that_is_held_to_a_grammar_goes_on_only_where_nothing_was_said(make):
+    spans = [{"version": "1", "start": 0, "end": 1}]
+    said = piece([5], weight_versions=spans)
+    whole = events(said, piece([6], "stop", weight_versions=[{**spans[0], "end": 2}]), b"[DONE]")
+    async with Fake(events(piece([], "abort")), whole) as fake:
+        deltas = await collect(make(fake), HELD)
+    assert [token for delta in deltas for token in delta.token_ids.tolist()] == [5, 6]
+    for broken in (events(said, broken=True), events(said, piece([], "abort", weight_versions=spans))):
+        async with Fake(broken) as fake:
+            with pytest.raises(InferenceError, match="ask again"):
+                await collect(make(fake), HELD)
+        assert len(fake.bodies) == 1

@@ -173,3 +173,33 @@ def test_rows_that_are_not_finite_are_told():
     assert np.isfinite(logprobs[1])
     _, logprobs = sample(logits, params(2, temperature=0.0), np.array([0.3, 0.3]))
     assert np.isnan(logprobs[0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_grammars_allow_is_cut_first_and_leaves_the_logprobs_alone(data):
+    rows, vocabulary = 3, 12
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    # Some so far below the likeliest that their weight beside it is nothing.
+    logits = rng.choice([-400.0, -3.0, 0.0, 2.0, 90.0], (rows, vocabulary)).astype(np.float32)
+    logits += rng.normal(0, 0.5, logits.shape).astype(np.float32)
+    mask = rng.random((rows, vocabulary)) < 0.4
+    mask[np.arange(rows), rng.integers(0, vocabulary, rows)] = True
+    temperatures = rng.choice([0.0, 0.7, 1.0, 1.5], rows).astype(np.float32)
+    given_params = RowParams(
+        temperatures,
+        rng.choice([0.5, 1.0], rows).astype(np.float32),
+        rng.choice([0, 2], rows).astype(np.int64),
+        rng.choice([0.0, 0.1], rows).astype(np.float32),
+    )
+    ids, logprobs = sample(torch.from_numpy(logits), given_params, rng.random(rows), mask)
+    for row, token in enumerate(ids):
+        assert mask[row, token]
+        divisor = temperatures[row] or 1.0
+        free = torch.log_softmax(torch.from_numpy(logits[row]) / divisor, -1)
+        assert abs(float(free[token]) - logprobs[row]) < 1e-4 * max(1.0, abs(float(free[token])))
+        kept = np.where(mask[row], logits[row], -np.inf)
+        if temperatures[row] == 0:
+            assert token == kept.argmax()
+        elif given_params.top_k[row] == 2:
+            assert token in np.argsort(-kept)[:2]

@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.inference.formats.coerce import coerce, parameter_types
+from turnwise.inference.formats.coerce import coerce
 from turnwise.inference.formats.jsoncalls import JsonCalls, decode_at, decode_whole
 from turnwise.inference.formats.literals import Reader, Unreadable
+from turnwise.inference.formats.parameters import parameter_types
 from turnwise.types import ToolSchema
 
 
 def types(schema: Any) -> frozenset[str]:
     parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"a/b": {"type": "integer"}}}
-    return parameter_types([ToolSchema("f", "", parameters)], "f", "x")
+    return parameter_types([ToolSchema("f", "", parameters)], "f").get("x", frozenset())
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,8 @@ def test_types_of_a_parameter(schema: Any, wanted: set[str]) -> None:
 
 def test_types_of_a_schema_that_refers_to_itself_end() -> None:
     parameters = {"properties": {"x": {"$ref": "#/properties/x"}}}
-    assert parameter_types([ToolSchema("f", "", parameters)], "f", "x") == frozenset()
-    assert parameter_types([], "f", "x") == frozenset()
+    assert parameter_types([ToolSchema("f", "", parameters)], "f").get("x", frozenset()) == frozenset()
+    assert parameter_types([], "f") == {}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from support.chat_models import FAMILIES, renderer_for
+from turnwise.errors import SessionError
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.formats.core import INSIDE_REASONING
 from turnwise.inference.scripted import ScriptedClient, replay
@@ -87,6 +88,54 @@ async def test_a_tool_that_is_edited_in_place_is_in_the_next_prompt_as_it_is_the
     roots = [segment for segment in session.segments() if segment.parent < 0]
     assert ["zebra" in renderer.decode(root.ids) for root in roots] == [False, True]
     assert ["zebra" in str(root.tools) for root in roots] == [False, True]
+
+
+def defaulting(value: object, *, turned: bool = False) -> ToolSchema:
+    """A tool with an argument of that default; its keys in the other order if turned."""
+    kind = {"default": value, "type": "integer"} if turned else {"type": "integer", "default": value}
+    return ToolSchema("look", "Looks.", {"type": "object", "properties": {"x": kind}})
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (False, 0), (True, 1.0)])
+async def test_tools_that_differ_in_a_switch_are_other_tools(one: object, other: object) -> None:
+    """``==`` takes True for 1; a template writes them differently."""
+    renderer = renderer_for("qwen3")
+    session = Session(ScriptedClient(renderer, ["a", "b", "c"]), renderer, id="s", limits=SessionLimits(100_000))
+    history: list[Message] = [{"role": "user", "content": "q"}]
+    for tool in (one, one, other):
+        history.append(await session.chat(history, [defaulting(tool)]))
+        history.append({"role": "user", "content": "more"})
+    segments = session.segments()
+    assert [each.fork for each in segments] == [None, None, None, None, "tools_changed", None]
+    for root, value in ((segments[0], one), (segments[4], other)):
+        assert f'"default": {str(value).lower()}' in renderer.decode(root.ids)
+
+
+def test_what_others_offered_before_is_not_in_the_prompt() -> None:
+    """One renderer serves many sessions: each sees its own tools, as it wrote them."""
+    question = canonical_messages([{"role": "user", "content": "q"}])
+    tools = [defaulting(1), defaulting(True), defaulting(1.0), defaulting(1, turned=True), defaulting(2**70)]
+    alone = [renderer_for("qwen3").render(question, [tool]).tolist() for tool in tools]
+    assert len(set(map(tuple, alone))) == len(tools)
+    shared = renderer_for("qwen3")
+    for _ in range(2):
+        assert [shared.render(question, [tool]).tolist() for tool in tools] == alone
+
+
+async def test_a_session_that_is_closed_takes_no_request() -> None:
+    renderer = renderer_for("qwen3")
+    session = Session(ScriptedClient(renderer, ["a", "b", "c"]), renderer, id="s", limits=SessionLimits(100_000))
+    question: list[Message] = [{"role": "user", "content": "q"}]
+    await session.chat(question)
+    stream = session.stream(question)
+    await anext(stream)
+    before = len(session.segments())
+    session.close()
+    with pytest.raises(SessionError, match="this session is closed"):
+        await session.chat(question)
+    with pytest.raises(SessionError, match="this session is closed"):
+        _ = [each async for each in stream]
+    assert len(session.segments()) == before
 
 
 async def test_endless_arguments_of_a_call_inside_reasoning_are_recorded_as_an_error() -> None:

@@ -134,7 +134,7 @@ async def test_streamed_through_the_client(lm, client):
 
 
 async def test_what_is_served(client, http):
-    assert await client.model_info() == ModelInfo("tiny", 500, 0)
+    assert await client.model_info() == ModelInfo("tiny", 500, 0, guides=True)
     async with http.get("/health") as answer:
         assert answer.status == 200
 

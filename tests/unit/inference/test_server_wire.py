@@ -190,3 +190,8 @@ def test_errors_of_any_shape_are_read():
     assert wire.error_message(b"<html>") == "<html>"
     assert wire.error_message(b"") == "no message"
     assert wire.error_message(b"[1]") == "[1]"
+
+
+def test_a_body_that_is_nested_too_deep_to_be_shown_is_refused() -> None:
+    with pytest.raises(wire.BadRequest, match="the body must be an object, not a list that is nested too deep"):
+        wire.decode_json(b"[" * 1000 + b"]" * 1000)

@@ -22,7 +22,9 @@ TOOL = ToolSchema("look", "Looks.")
 OTHER = ToolSchema("other", "Does else.")
 
 
-def new_session(script, *, limits: SessionLimits | None = None, params=None, seed=None, renderer=None) -> Session:
+def new_session(
+    script, *, limits: SessionLimits | None = None, params=None, seed=None, renderer=None, **more
+) -> Session:
     renderer = renderer or ToyRenderer()
     client = script if isinstance(script, ScriptedClient) else ScriptedClient(renderer, script)
     return Session(
@@ -32,6 +34,7 @@ def new_session(script, *, limits: SessionLimits | None = None, params=None, see
         limits=limits or SessionLimits(context_length=10_000),
         params=params,
         seed=seed,
+        **more,
     )
 
 
@@ -141,15 +144,20 @@ async def test_changed_tools_are_another_root_and_key_order_is_not() -> None:
     assert trajectory_of(session).forks() == {"tools_changed": 1}
 
 
-async def test_an_argument_that_becomes_true_is_not_taken_for_one() -> None:
+@pytest.mark.parametrize(("echo", "named", "forks"), [("same", "", 1), ("same", None, 0), ("strict", None, 1)])
+async def test_an_argument_that_becomes_true_is_not_taken_for_one_but_where_ids_prove_the_turn(
+    echo, named, forks
+) -> None:
     script = [{"role": "assistant", "content": "", "tool_calls": [call_of("look", at=1)]}, "x"]
-    session = new_session(script)
+    session = new_session(script, echo=echo)
     first = await session.chat([user("q")], [TOOL])
     answer = {"role": "tool", "content": "y"}
     edited = copy.deepcopy(first)
-    edited["tool_calls"] = [ToolCall(edited["tool_calls"][0].id, "look", {"at": True})]
+    own = edited["tool_calls"][0].id if named is None else named
+    edited["tool_calls"] = [ToolCall(own, "look", {"at": True})]
     await session.chat([user("q"), edited, answer], [TOOL])
-    assert trajectory_of(session).forks() == {"assistant_edited": 1}
+    assert trajectory_of(session).forks() == ({"assistant_edited": 1} if forks else {})
+    assert session.metrics()["rewritten_echoes"] == (forks == 0)
 
 
 async def test_text_changed_in_place_is_in_the_next_prompt() -> None:

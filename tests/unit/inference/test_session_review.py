@@ -33,8 +33,8 @@ def user(text: str) -> Message:
 class OwnIds(ToyRenderer):
     """A chat format in which the model writes the ids of its calls itself."""
 
-    def call(self, raw: str) -> ToolCall:
-        call = super().call(raw)
+    def _call(self, raw: str) -> ToolCall:
+        call = super()._call(raw)
         return ToolCall(json.loads(raw).get("id", ""), call.name, call.arguments, raw, call.error)
 
 
@@ -79,7 +79,7 @@ async def test_arguments_that_are_nested_too_deep_are_an_unusable_call(depth, in
     body = f'{{"name":"look","arguments":{{"x":{value}}}}}'
 
     class Lenient(ToyRenderer):
-        def call(self, raw: str) -> ToolCall:
+        def _call(self, raw: str) -> ToolCall:
             built: object = 1
             for _ in range(depth):
                 built = {"a": built} if inner == "object" else [built]
@@ -103,7 +103,7 @@ async def test_arguments_that_are_nested_too_deep_are_an_unusable_call(depth, in
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "1e999", '"\\ud800"', '{"\\udfff": 1}', "[" * 5000])
 async def test_an_unusable_call_is_rendered_as_text_that_can_be_kept(text) -> None:
     class Refusing(ToyRenderer):
-        def call(self, raw: str) -> ToolCall:
+        def _call(self, raw: str) -> ToolCall:
             return ToolCall("", "look", {}, raw, "no")
 
     renderer = Refusing()
@@ -594,4 +594,4 @@ async def test_an_answer_takes_the_name_of_the_call_as_it_is_now() -> None:
     for name in ("old", "new"):
         said: Message = {"role": "assistant", "content": "", "tool_calls": [ToolCall("x", name, {})]}
         await session.chat([user("q"), said, answer], [TOOL])
-    assert "x=new:r" in client.requests[1].text
+    assert "=new:r" in client.requests[1].text

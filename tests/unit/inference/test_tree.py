@@ -72,12 +72,13 @@ def test_a_search_that_goes_on_finds_what_a_search_of_everything_finds(
         messages += [Canonical("user", text) for text in said]
         turns, whole = tree.deepest(messages, key)
         expected = found_by_brute_force(tree, messages, key)
-        assert ({node.index for node in turns}, None if whole is None else whole.index) == expected
-        ranks = [(node.turns, node.end, not node.children, node.index) for node in turns]
+        assert ({node.index for node, _ in turns}, None if whole is None else whole.index) == expected
+        ranks = [(node.turns, used, not node.children, node.index) for node, used in turns]
+        assert all(used == node.end for node, used in turns)
         assert ranks == sorted(ranks, reverse=True)
         if not succeeds:
             continue
-        parent = turns[0] if turns else None
+        parent = turns[0][0] if turns else None
         if whole is None:
             whole = add(tree, parent, messages[0 if parent is None else parent.end :], key)
         completion = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", ((0, 0, 1),))

@@ -1,0 +1,151 @@
+"""A model with random weights, held to schemas and calls through the gateway, in each wire API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.gateway_server import serving
+from support.guided_requests import DIALECTS, SCHEMA, ask, body, check, save_random_model
+from turnwise.inference.builtin import BuiltinReplica
+from turnwise.inference.canonical import canonical_messages
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.gateway.holds import abilities_of
+from turnwise.inference.renderer import load_renderer
+from turnwise.inference.session import SessionLimits
+from turnwise.types import Guide, SamplingParams, TokenPrompt
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+CONFIG = InferenceConfig(max_context=2048, kv_tokens=8192)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("random"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    server = BuiltinReplica(checkpoint, CONFIG, log_file=tmp_path_factory.mktemp("logs") / "server.log")
+    await server.launch()
+    yield server.url
+    await server.close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_random_model_answers_what_it_is_held_to(
+    dialect: str, stream: bool, checkpoint: Path, url: str
+) -> None:
+    client = HTTPClient([url])
+    info = await client.model_info()
+    assert info.guides
+    abilities = abilities_of(load_renderer(checkpoint), guides=info.guides)
+    limits = SessionLimits(context_length=info.context_length)
+    async with serving(client=client, family="qwen2_5", abilities=abilities, session_limits=limits) as served:
+        opened = await served.open()
+        for kind in ("json", "required", "named", "single"):
+            asked = body(dialect, kind, stream=stream, seed=1)
+            check(kind, *await ask(served.http, opened["base"], dialect, asked))
+        assert served.session(opened).turns == 4
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_logprobs_are_those_without_the_grammar(temperature: float, checkpoint: Path, url: str) -> None:
+    renderer = load_renderer(checkpoint)
+    ids = renderer.render(canonical_messages([{"role": "user", "content": "Hi."}]), ())
+    guide = renderer.guides.tagged(Guide(schema=SCHEMA), ids, ())
+    stops = tuple(renderer.stop_ids)
+    params = SamplingParams(temperature=temperature, max_tokens=300, seed=3, stop_token_ids=stops, guide=guide)
+    client = HTTPClient([url])
+    # Its neighbours are held to nothing, and get what they would without it.
+    alone = await client.generate(TokenPrompt(ids), replace(params, guide=None, max_tokens=30), session_id="")
+    done, beside = await asyncio.gather(
+        client.generate(TokenPrompt(ids), params, session_id="a"),
+        client.generate(TokenPrompt(ids), replace(params, guide=None, max_tokens=30), session_id="b"),
+    )
+    await client.close()
+    assert beside.token_ids.tolist() == alone.token_ids.tolist()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    whole = torch.from_numpy(np.concatenate([ids, done.token_ids]).astype(np.int64))
+    with torch.inference_mode():
+        logits = model(input_ids=whole[None]).logits[0, len(ids) - 1 : -1].float()
+    expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, whole[len(ids) :, None]).squeeze(1)
+    assert np.abs(expected.numpy() - done.logprobs).max() < 1e-4
+
+
+async def test_what_the_server_cannot_hold_to_names_the_field(checkpoint: Path, url: str) -> None:
+    client = HTTPClient([url])
+    abilities = abilities_of(load_renderer(checkpoint), guides=True)
+    limits = SessionLimits(context_length=2048)
+    wrong = {"type": "object", "properties": {"a": {"$ref": "#/$defs/nowhere"}}, "required": ["a"]}
+    async with serving(client=client, family="qwen2_5", abilities=abilities, session_limits=limits) as served:
+        opened = await served.open()
+        for stream in (False, True):
+            asked = body("chat", "json", stream=stream, schema=wrong)
+            async with served.http.post(opened["base"] + "/v1/chat/completions", json=asked) as answer:
+                told = await answer.json()
+            assert answer.status == 400
+            assert told["error"]["param"] == "response_format"
+        assert served.session(opened).failure is None
+        assert served.session(opened).turns == 0
+
+
+async def test_the_wire_takes_what_it_can_hold_to_and_refuses_the_rest(url: str) -> None:
+    async def told(structured: Any, **more: Any) -> tuple[int, Any]:
+        sampling = {"max_tokens": 200, "seed": 1, "structured_outputs": structured, **more}
+        asked = {"token_ids": [5, 6, 7], "sampling_params": sampling}
+        async with http.post("/inference/v1/generate", json=asked) as answer:
+            return answer.status, await answer.json()
+
+    async with aiohttp.ClientSession(url) as http:
+        assert (await told({"json": SCHEMA}))[0] == 200
+        assert (await told({"json_object": True}))[0] == 200
+        for wrong in ({"regex": "a"}, {"json": SCHEMA, "json_object": True}, {}, {"structural_tag": "no JSON"}, [1]):
+            status, body = await told(wrong)
+            assert status == 400, wrong
+            assert body["error"]["param"] == "sampling_params.structured_outputs"
+        kinds = {"type": "structural_tag", "format": {"type": "triggered_tags"}}
+        status, body = await told({"structural_tag": json.dumps(kinds)})
+        assert (status, "triggered_tags" in body["error"]["message"]) == (400, True)
+        status, body = await told({"json_object": True}, ignore_eos=True)
+        assert (status, body["error"]["param"]) == (400, "sampling_params.ignore_eos")
+
+
+async def test_a_server_short_of_memory_keeps_to_the_grammar(checkpoint: Path, tmp_path: Path) -> None:
+    # Sequences lose their memory in the middle of their grammars, and go on.
+    tight = InferenceConfig(max_context=512, kv_tokens=512, max_seqs=8, prefix_cache=False)
+    server = BuiltinReplica(checkpoint, tight, log_file=tmp_path / "server.log")
+    await server.launch()
+    client = HTTPClient([server.url])
+    renderer = load_renderer(checkpoint)
+    ids = renderer.render(canonical_messages([{"role": "user", "content": "Hi."}]), ())
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 12, "maxItems": 12}
+    guide = renderer.guides.tagged(Guide(schema=schema), ids, ())
+    try:
+        params = [
+            SamplingParams(max_tokens=400, seed=seed, stop_token_ids=tuple(renderer.stop_ids), guide=guide)
+            for seed in range(8)
+        ]
+        answers = await asyncio.gather(*(client.generate(TokenPrompt(ids), each, session_id="") for each in params))
+        assert (await server.stats())["preemptions"] > 0
+    finally:
+        await client.close()
+        await server.close()
+    ended = [answer for answer in answers if answer.finish_reason == "stop"]
+    assert ended
+    for answer in ended:
+        said = renderer.parse(answer.token_ids, ids, ())
+        assert len(json.loads(str(said["content"]))) == 12

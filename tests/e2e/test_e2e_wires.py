@@ -1,0 +1,278 @@
+"""One episode of a served model, asked in every way that there is: the same tokens, masks and log-probabilities.
+
+The model is a small random one on the built-in server, sampled with fixed seeds. Its turns are as they come: calls that
+can be used and such that cannot, several at once, thoughts that are never closed, turns that a limit cuts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+import anthropic
+import openai
+import orjson
+import pytest
+import pytest_asyncio
+
+from support.audited import assert_sound
+from support.calling_lm import save_calling_model
+from support.wire_agents import WIRES
+from turnwise.agents.core import Agent, Episode
+from turnwise.agents.react import ReActAgent
+from turnwise.envs.lookup import LookupEnv, table
+from turnwise.errors import BudgetSpent
+from turnwise.inference.builtin import BuiltinReplica
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.gateway.config import GatewayConfig
+from turnwise.inference.gateway.process import GatewayProcess
+from turnwise.inference.ledger import LedgerClient
+from turnwise.inference.renderer import load_renderer
+from turnwise.inference.session import Session, SessionLimits
+from turnwise.inference.template_renderer import TemplateRenderer
+from turnwise.rollout.audit import audit_files
+from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.writer import read_trajectories
+from turnwise.tasks import Task
+from turnwise.trajectory import Segment, Trajectory
+from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENV_SEED = 7
+SEEDS = (2, 7)
+"""Of episodes."""
+OUTSIDE = (5, 9)
+"""Of sessions that belong to none."""
+TABLE = table(ENV_SEED)
+CALLS = [
+    ToolCall("", "team_of", {"person": TABLE.person}),
+    ToolCall("", "manager_of", {"team": TABLE.teams[TABLE.person]}),
+    ToolCall("", "team_of", {"person": "nobody"}),
+]
+USED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.98, "max_tokens_per_turn": 24, "max_turns": 5}
+CONTEXT = 4096
+
+
+class PatientEnv(LookupEnv):
+    """Calls that are no use end no episode: agents that send them one by one would be counted otherwise."""
+
+    max_invalid_calls = 0
+
+
+@dataclass
+class Told:
+    """What an episode began with, what the model said, and what tools said of each call."""
+
+    observation: list[Message]
+    tools: list[ToolSchema]
+    turns: list[Message] = field(default_factory=list)
+    answers: dict[str, str] = field(default_factory=dict)
+
+
+class Direct(Agent):
+    """Asks its session, and sends calls back as text."""
+
+    told: ClassVar[Told]
+
+    async def run(self, episode: Episode) -> None:
+        messages: list[Any] = list(episode.observation)
+        told = Direct.told = Told(list(messages), list(episode.tools))
+        while True:
+            message = await episode.session.chat(messages, episode.tools)
+            told.turns.append(message)
+            calls = message.get("tool_calls") or ()
+            if not calls:
+                return
+            sent = [{"id": c.id, "function": {"name": c.name, "arguments": _arguments(c)}} for c in calls]
+            messages.append({"role": "assistant", "content": message["content"], "tool_calls": sent})
+            for call in calls:
+                told.answers[call.id] = (await episode.call(call)).text
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": told.answers[call.id]})
+
+
+def _arguments(call: ToolCall) -> str:
+    return json.dumps(call.arguments) if call.error is None else call.raw
+
+
+class OverHTTP(Agent):
+    """Talks to the address of its session; whoever runs its calls knows them by their ids."""
+
+    wire: ClassVar[str]
+
+    async def run(self, episode: Episode) -> None:
+        async def answer(call: ToolCall) -> str:
+            last = episode.session.last
+            assert last is not None
+            (meant,) = [each for each in last["tool_calls"] if each.id == call.id]
+            return (await episode.call(meant)).text
+
+        wire = WIRES[self.wire]
+        await wire.talk(await episode.address(), list(episode.observation), list(episode.tools), answer, wire.stream)
+
+
+OVER = {name: type(f"Over_{name.replace('-', '_')}", (OverHTTP,), {"wire": name}) for name in WIRES}
+globals().update({agent.__name__: agent for agent in OVER.values()})
+
+
+@dataclass
+class Model:
+    """A served model, and by seed what an episode leaves whose agent asks its session directly."""
+
+    directory: Path
+    url: str
+    home: Path
+    renderer: TemplateRenderer
+    told: dict[int, Told] = field(default_factory=dict)
+    expected: dict[int, Trajectory] = field(default_factory=dict)
+
+    async def episode(self, agent: type[Agent], seed: int) -> Trajectory:
+        """Run one episode, and hold what it left against what was sampled."""
+        folder = self.home / f"{agent.__name__}-{seed}"
+        folder.mkdir()
+        renderer = self.renderer
+        client = HTTPClient([self.url])
+        ledger = LedgerClient(client, folder / "ledger.jsonl")
+        name = "react" if agent is ReActAgent else f"{__name__}:{agent.__name__}"
+        config = RolloutConfig(env=SpecConfig(name=f"{__name__}:PatientEnv"), agent=NamedConfig(name=name), **USED)
+        runner = EpisodeRunner(config, ledger, renderer, context_length=CONTEXT)
+        try:
+            async with asyncio.timeout(60):
+                outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g", env_seed=ENV_SEED, sampling_seed=seed))
+        finally:
+            await runner.close()
+            await ledger.close()
+            await client.close()
+        assert outcome.error is None
+        (trajectory,) = outcome.trajectories
+        assert_sound(folder, trajectory)
+        return trajectory
+
+    async def asked_directly(self, seed: int) -> list[Any]:
+        """Return what a session of no episode leaves, with this seed."""
+        client, renderer = HTTPClient([self.url]), self.renderer
+        used = dict(USED)
+        limits = SessionLimits(CONTEXT, used.pop("max_tokens_per_turn"), max_turns=used.pop("max_turns"))
+        session = Session(
+            client, renderer, id=f"direct-{seed}", limits=limits, params=SamplingParams(**used), seed=seed
+        )
+        told = self.told[SEEDS[0]]
+        messages: list[Any] = list(told.observation)
+        try:
+            with contextlib.suppress(BudgetSpent):
+                while not messages or messages[-1]["role"] != "assistant":
+                    message = await session.chat(messages, told.tools)
+                    messages.append(message)
+                    messages += [
+                        {"role": "tool", "tool_call_id": call.id, "content": await look_up(call)}
+                        for call in message.get("tool_calls") or ()
+                    ]
+        finally:
+            await client.close()
+        return columns(session.segments())
+
+
+async def look_up(call: ToolCall) -> str:
+    """What a program's own tools say."""
+    person, team = call.arguments.get("person"), call.arguments.get("team")
+    if call.error is None and call.name == "team_of" and person is not None:
+        return TABLE.teams.get(person, "There is no such person.")
+    if call.error is None and call.name == "manager_of" and team is not None:
+        return TABLE.managers[team]
+    return "This call cannot be used."
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Model]:
+    home = tmp_path_factory.mktemp("calling")
+    directory = save_calling_model(home, CALLS)
+    # A prompt that is read in one piece and one that is read in two differ in the last bits of what follows.
+    replica = BuiltinReplica(directory, InferenceConfig(prefix_cache=False), log_file=home / "server.log")
+    await replica.launch()
+    served = Model(directory, replica.url, home, load_renderer(directory))
+    try:
+        for seed in SEEDS:
+            served.expected[seed] = await served.episode(Direct, seed)
+            served.told[seed] = Direct.told
+        yield served
+    finally:
+        await replica.close()
+
+
+def columns(segments: Sequence[Segment]) -> list[Any]:
+    """All that is trained: ids, which of them were sampled, log-probabilities to the last bit, versions, forks."""
+    return [
+        (
+            each.parent,
+            each.kind,
+            each.ids.tolist(),
+            None if each.logprobs is None else each.logprobs.tobytes(),
+            each.weight_versions,
+            each.finish_reason,
+            each.turn_id,
+            each.fork,
+        )
+        for each in segments
+    ]
+
+
+async def test_the_model_says_what_is_hard_to_keep(model: Model) -> None:
+    turns = [turn for told in model.told.values() for turn in told.turns]
+    calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
+    errors = [call.error for call in calls]
+    assert None in errors
+    assert any(error and "not valid JSON" in error for error in errors)
+    assert any(error and "inside the reasoning" in error for error in errors)
+    assert any(len(turn.get("tool_calls") or ()) > 1 for turn in turns)
+    assert any(turn.get("reasoning_content") and turn["content"] for turn in turns)
+    assert any(turn["finish_reason"] == "length" for turn in turns)
+    assert len(turns) > 9
+    # Who stops within a thought leaves nothing to go on from: that is rendered anew.
+    assert {reason.partition(":")[0] for each in model.expected.values() for reason in each.forks()} == {
+        "bridge_unproven"
+    }
+
+
+@pytest.mark.parametrize("way", [ReActAgent, *OVER.values()])
+async def test_every_agent_of_an_episode_leaves_the_same(model: Model, way: type[Agent]) -> None:
+    for seed in SEEDS:
+        left = await model.episode(way, seed)
+        assert columns(left.segments) == columns(model.expected[seed].segments)
+        assert left.metrics["turns"] == len(model.told[seed].turns)
+
+
+async def test_a_gateway_of_its_own_leaves_the_same(model: Model, tmp_path: Path) -> None:
+    """``turnwise gateway`` over the same server, and agents that are in no episode at all."""
+    config = GatewayConfig(
+        model=model.directory, url=model.url, out=tmp_path, port=0, fixed_sampling=True, context_length=CONTEXT, **USED
+    )
+    expected = {seed: await model.asked_directly(seed) for seed in OUTSIDE}
+    told = model.told[SEEDS[0]]
+    gateway = GatewayProcess(config)
+    await gateway.launch()
+    try:
+        async with aiohttp.ClientSession(gateway.url, headers=gateway.admin_headers) as http:
+            for seed, (name, wire) in itertools.product(OUTSIDE, WIRES.items()):
+                async with http.post("/sessions", json={"id": f"{name}-{seed}", "seed": seed}) as opened:
+                    base = gateway.url + (await opened.json())["path"]
+                with contextlib.suppress(openai.BadRequestError, anthropic.BadRequestError):
+                    # Ends by itself, or by what it is told when its turns are used up.
+                    await wire.talk(base, told.observation, told.tools, look_up, wire.stream)
+                async with http.post(f"/sessions/{name}-{seed}/finalize", json={}) as ended:
+                    left = Trajectory.from_bytes(orjson.dumps((await ended.json())["trajectory"]))
+                assert columns(left.segments) == expected[seed], name
+    finally:
+        await gateway.close()
+    kept = [columns(each.segments) for each in read_trajectories(tmp_path / "trajectories.jsonl")]
+    assert kept == [expected[seed] for seed in OUTSIDE for _ in WIRES]
+    assert min(map(len, kept)) > 4
+    assert audit_files(tmp_path).contradictions == []

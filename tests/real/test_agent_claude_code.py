@@ -1,0 +1,145 @@
+"""Claude Code itself, through the gateway: Anthropic Messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from support.caged_agents import caged, call, says
+from support.real_programs import BUGGY, claude
+from turnwise.errors import InferenceError
+from turnwise.inference.scripted import ScriptedRequest
+from turnwise.types import Message, ToolCall
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+
+async def test_a_linear_run_is_one_branch(tmp_path: Path) -> None:
+    file = tmp_path / "work" / "calc.py"
+    script = [
+        says("Let me read it.", call("Read", file_path=str(file)), thinks="First look.\n"),
+        says(
+            "\n\nI see. ",
+            # Keys in an order of its own, and a default left out: it sends them back otherwise.
+            call("Edit", new_string="a + b  ", old_string="a - b", file_path=str(file)),
+            thinks="The sign.",
+        ),
+        says("", call("Bash", command="python3 calc.py", timeout=5000.0), call("Bash", command="ls", description="x")),
+        says("It prints 5.", thinks="Done."),
+    ]
+    async with caged(tmp_path, script) as cage:
+        file.write_text(BUGGY)
+        left = await claude(cage)
+    assert left.code == 0, left.stdout + left.stderr
+    result = json.loads(left.stdout)
+    assert (result["subtype"], result["is_error"], result["result"]) == ("success", False, "It prints 5.")
+    assert "return a + b\n" in file.read_text()
+    assert left.routes == {"/v1/messages stream"}
+    assert left.shape == (1, {})
+    metrics = left.trajectory.metrics
+    assert (metrics["turns"], metrics["rewritten_echoes"]) == (4, 1)
+    assert metrics["encoded_tokens"] == metrics["context_tokens"]
+    assert "\n5\n" in left.requests[-1].text
+
+
+async def test_what_went_wrong_is_no_fork(tmp_path: Path) -> None:
+    """Calls that cannot be used, a tool that does not exist and an engine that fails once: the history only grows."""
+    script = [
+        says("", ToolCall("", "Bash", {}, '{"command": nope}', "not JSON"), call("Bash", command="echo fine")),
+        InferenceError("the engine starts again"),
+        says("", call("Bsh", command="ls"), thinks="Once more."),
+        says("", call("Bash", cmd=["ls"], command=3)),
+        says("Enough."),
+    ]
+    async with caged(tmp_path, script) as cage:
+        left = await claude(cage)
+    assert left.code == 0, left.stdout + left.stderr
+    assert json.loads(left.stdout)["result"] == "Enough."
+    assert left.shape == (1, {})
+    assert (left.trajectory.metrics["turns"], len(left.requests)) == (4, 5)
+    assert "\nfine\n" in left.requests[-1].text
+
+
+async def test_a_title_is_not_worth_a_run(tmp_path: Path) -> None:
+    """It asks for one, with a schema that this engine cannot hold an answer to, and does without."""
+    async with caged(tmp_path, [says("", call("Bash", command="ls")), says("Done.")]) as cage:
+        left = await claude(cage, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="")
+    assert left.code == 0, left.stdout + left.stderr
+    assert json.loads(left.stdout)["result"] == "Done."
+    assert left.routes == {"/v1/messages 400", "/v1/messages stream"}
+    assert left.shape == (1, {})
+    assert left.trajectory.metrics["turns"] == 2
+
+
+async def test_a_run_that_is_continued_goes_on_where_it_was(tmp_path: Path) -> None:
+    lines = [
+        says("", call("Bash", command="ls")),
+        says("Done. "),
+        says("", call("Bash", command="pwd")),
+        says("Again."),
+    ]
+    async with caged(tmp_path, lines) as cage:
+        left = await claude(cage, then="And now again.")
+    assert left.code == 0, left.stdout + left.stderr
+    assert left.shape == (1, {})
+    assert left.trajectory.metrics["turns"] == 4
+
+
+async def test_turns_without_anything_to_see(tmp_path: Path) -> None:
+    """It leaves them out and adds to what the user said last: an edit of the task, but not of a tool's result."""
+    nothing = says("", thinks="Nothing to say.")
+    async with caged(tmp_path, [nothing, says("", call("Bash", command="ls")), nothing, says("Done.")]) as cage:
+        left = await claude(cage)
+    assert left.code == 0, left.stdout + left.stderr
+    assert left.trajectory.metrics["turns"] == 4
+    assert left.shape == (2, {"restart": 1})
+
+
+async def test_sub_agents_have_roots_of_their_own(tmp_path: Path) -> None:
+    both = asyncio.Barrier(2)
+
+    async def script(request: ScriptedRequest) -> Message:
+        text = request.text
+        if "Make calc.py print 5" not in text:
+            name = "one" if "Do part one." in text else "two"
+            if f"\npart-{name}\n" in text:
+                return says(f"I did {name}.")
+            # Both are asked before either is answered.
+            await both.wait()
+            return says("", call("Bash", command=f"echo part-{name}"))
+        if "I did one." in text and "I did two." in text:
+            return says("Both are done.")
+        if "Let others do it." in text:
+            return says(f"It went wrong: {text[-2000:]}")
+        parts = [
+            call("Agent", description=name, prompt=f"Do part {name}.", subagent_type="general-purpose")
+            for name in ("one", "two")
+        ]
+        return says("Let others do it.", *parts, thinks="Two parts.")
+
+    async with caged(tmp_path, script) as cage:
+        left = await claude(cage)
+    assert left.code == 0, left.stdout + left.stderr
+    assert json.loads(left.stdout)["result"] == "Both are done."
+    assert left.trajectory.metrics["turns"] == 6
+    assert left.shape == (3, {"system_changed": 1, "concurrent": 1})
+
+
+async def test_a_compaction_is_two_forks(tmp_path: Path) -> None:
+    """The summary is asked for behind an earlier turn, and a new history begins with it."""
+
+    def script(request: ScriptedRequest) -> Message:
+        if "Respond with TEXT ONLY" in request.text:
+            return says("<summary>Numbers were counted.</summary>")
+        if "This session is being continued" in request.text:
+            return says("All done.")
+        return says("", call("Bash", command=f"seq 1 150{request.number}"))
+
+    async with caged(tmp_path, script) as cage:
+        left = await claude(cage, "--tools", "Bash,Read", CLAUDE_CODE_AUTO_COMPACT_WINDOW="40000")
+    assert left.code == 0, left.stdout + left.stderr
+    assert json.loads(left.stdout)["result"] == "All done."
+    assert left.shape == (3, {"assistant_edited": 1, "restart": 1})

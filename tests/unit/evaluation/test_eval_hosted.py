@@ -1,0 +1,228 @@
+"""An evaluation whose policy is a hosted endpoint: by ``session.chat`` and through the address, recorded as text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import orjson
+import pytest
+from aiohttp import web
+
+from support.hosted_server import KEY, Provider, provider
+from turnwise.agents.core import Agent, Episode
+from turnwise.cli import main
+from turnwise.errors import GuideRefused, SessionError
+from turnwise.evaluation.config import EvalConfig
+from turnwise.inference.gateway.hosted_client import HostedClient
+from turnwise.inference.gateway.hosted_config import HostedConfig, base_url
+from turnwise.inference.gateway.hosted_endpoint import Endpoint
+from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trajectory import Trajectory
+from turnwise.types import Guide, Message, SamplingParams, ToolCall
+
+TASKS = "turnwise.envs.lookup:tasks?n=2&split=test"
+
+
+def next_step(question: str, answers: list[str]) -> tuple[str, dict[str, str]] | str:
+    """What a model says that can look things up."""
+    if not answers:
+        return "team_of", {"person": question.removeprefix("Who manages ").rstrip("?")}
+    return ("manager_of", {"team": answers[0]}) if len(answers) == 1 else answers[1]
+
+
+async def knows(request: web.Request) -> web.StreamResponse:
+    """A model that solves the lookup, over Chat Completions and Anthropic Messages."""
+    body = await request.json()
+    if body.get("temperature") == 0.25:
+        return web.json_response({"error": {"message": "overloaded"}}, status=529)
+    number = len(body["messages"])
+    if request.path.endswith("/messages"):
+        blocks = [b for m in body["messages"] if isinstance(m["content"], list) for b in m["content"]]
+        step = next_step(body["messages"][0]["content"], [b["content"] for b in blocks if b["type"] == "tool_result"])
+        content: dict[str, Any] = {"type": "text", "text": step}
+        if isinstance(step, tuple):
+            content = {"type": "tool_use", "id": f"toolu_{number}", "name": step[0], "input": step[1]}
+        told = {"id": "msg_1", "type": "message", "role": "assistant", "model": body["model"], "content": [content]}
+        told |= {"stop_reason": "end_turn", "stop_sequence": None, "usage": {"input_tokens": 9, "output_tokens": 4}}
+        return web.json_response(told)
+    step = next_step(body["messages"][0]["content"], [m["content"] for m in body["messages"] if m["role"] == "tool"])
+    message: dict[str, Any] = {"role": "assistant", "content": step}
+    if isinstance(step, tuple):
+        function = {"name": step[0], "arguments": json.dumps(step[1])}
+        message |= {"content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
+    reason = "tool_calls" if isinstance(step, tuple) else "stop"
+    whole = {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": body["model"]}
+    whole["choices"] = [{"index": 0, "message": message, "finish_reason": reason}]
+    whole["usage"] = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}
+    return web.json_response(whole)
+
+
+class OverChat(Agent):
+    """OpenAI's own client, which knows nothing but an address."""
+
+    async def run(self, episode: Episode) -> None:
+        base = await episode.address()
+        messages: list[Any] = [{"role": m["role"], "content": m["content"]} for m in episode.observation]
+        tools: Any = [tool.to_json() for tool in episode.tools]
+        async with openai.AsyncOpenAI(base_url=base + "/v1", api_key="any", max_retries=0) as client:
+            while True:
+                said = (await client.chat.completions.create(model="theirs", messages=messages, tools=tools)).choices[0]
+                messages.append(said.message.model_dump(exclude_none=True))
+                calls = said.message.tool_calls or []
+                if not calls:
+                    last: Message = {"role": "assistant", "content": said.message.content or ""}
+                    await episode.step(last)
+                    return
+                for call in calls:
+                    assert call.type == "function"
+                    made = ToolCall(call.id, call.function.name, json.loads(call.function.arguments))
+                    answer = (await episode.call(made)).text
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+
+
+class OverMessages(Agent):
+    """Anthropic's own client."""
+
+    async def run(self, episode: Episode) -> None:
+        base = await episode.address()
+        messages: list[Any] = [{"role": m["role"], "content": m["content"]} for m in episode.observation]
+        tools: Any = [
+            {"name": t.name, "description": t.description, "input_schema": t.parameters} for t in episode.tools
+        ]
+        async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
+            while True:
+                said = await client.messages.create(
+                    model="theirs", messages=messages, tools=tools, max_tokens=99, extra_body={"temperature": 0.5}
+                )
+                messages.append(
+                    {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in said.content]}
+                )
+                calls = [block for block in said.content if block.type == "tool_use"]
+                if not calls:
+                    await episode.step(
+                        {"role": "assistant", "content": "".join(b.text for b in said.content if b.type == "text")}
+                    )
+                    return
+                made = [ToolCall(call.id, call.name, dict(call.input)) for call in calls]
+                results = [(call.id, (await episode.call(call)).text) for call in made]
+                content = [{"type": "tool_result", "tool_use_id": i, "content": text} for i, text in results]
+                messages.append({"role": "user", "content": content})
+
+
+async def evaluate(there: Provider, out: Path, *more: str) -> int:
+    """Run the command in a thread of its own: the endpoint answers in this one."""
+    words = ["eval", "lookup", "--url", there.url, "--key-env", "TEST_EVAL_KEY", "hosted.model=big"]
+    words += ["--tasks", TASKS, "-n", "2", "--no-greedy", "--out", str(out), "rollout.max_turns=5", *more]
+
+    def run() -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        return 0 if ended.value.code is None else int(ended.value.code)
+
+    return await asyncio.to_thread(run)
+
+
+@pytest.mark.parametrize("agent", ["react", f"{__name__}:OverChat", f"{__name__}:OverMessages"])
+async def test_an_endpoint_is_evaluated(
+    agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TEST_EVAL_KEY", KEY)
+    out = tmp_path / "out"
+    async with provider(knows) as there:
+        assert await evaluate(there, out, "--agent", agent, "rollout.temperature=0.7") == 0
+        printed = capsys.readouterr().out
+        asked = [json.loads(each.body) for each in there.seen]
+        assert {each["model"] for each in asked} == {"big"}
+        assert len(asked) == 12
+        if agent == "react":
+            assert {each["temperature"] for each in asked} == {0.7}
+            calls = [call for each in asked for m in each["messages"] for call in m.get("tool_calls", ())]
+            assert {tuple(call) for call in calls} == {("id", "type", "function")}
+    summary = orjson.loads((out / "summary.json").read_bytes())["sampled"]
+    assert summary["success"] == {"mean": 1.0, "stderr": 0.0, "episodes": 4, "tasks": 2}
+    assert (summary["turns"], summary["sampled_tokens"], summary["forks"], summary["failed"]) == (3, 12, {}, 0)
+    assert re.search(r"tokens sampled\s+12\.0", printed)
+    left = list(read_trajectories(out / "trajectories.jsonl"))
+    assert [each.recorded for each in left] == ["text"] * 4
+    temperature = {"react": 0.7, f"{__name__}:OverMessages": 0.5}.get(agent)
+    for trajectory in left:
+        kinds = [segment.kind for segment in trajectory.segments]
+        assert kinds == ["context", "sampled"] * 3
+        assert trajectory.metrics.get("temperature") == temperature
+        assert trajectory.turn_metrics["t0"]["completion_tokens"] == 4
+        assert trajectory.turn_metrics["t0"].get("temperature") == temperature
+    assert not (out / "ledger.jsonl").exists()
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
+    for words, code in ((["audit", str(out)], 1), (["view", str(out)], 0)):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert (ended.value.code or 0) == code
+    told = capsys.readouterr()
+    assert "nothing to prove by tokens" in told.err
+    assert "recorded as text" in told.out
+
+
+async def test_an_endpoint_that_fails_gives_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TEST_EVAL_KEY", KEY)
+    async with provider(knows) as there:
+        out = tmp_path / "out"
+        assert await evaluate(there, out, "rollout.temperature=0.25", "rollout.retries=0") == 1
+    told = capsys.readouterr()
+    assert "answered 529" in told.err
+    left: list[Trajectory] = list(read_trajectories(out / "trajectories.jsonl"))
+    assert {each.stop_reason for each in left} == {"error"}
+    assert all(not each.segments for each in left)
+
+
+def test_what_a_hosted_endpoint_cannot_do_is_refused(tmp_path: Path) -> None:
+    rollout = RolloutConfig(env=SpecConfig(name="lookup"))
+    url = "https://a.test/v1"
+    with pytest.raises(ValueError, match="no greedy together with hosted"):
+        EvalConfig(url=url, hosted=HostedConfig(), rollout=rollout)
+    with pytest.raises(ValueError, match=r"no model, rollout\.top_k together"):
+        EvalConfig(
+            url=url,
+            hosted=HostedConfig(),
+            greedy=False,
+            model=tmp_path,
+            rollout=rollout.model_copy(update={"top_k": 5}),
+        )
+    with pytest.raises(ValueError, match="model, the directory"):
+        EvalConfig(url=url, rollout=rollout, model=None)
+    with pytest.raises(ValueError, match="url of one endpoint"):
+        EvalConfig(hosted=HostedConfig(), greedy=False, rollout=rollout)
+
+
+async def test_what_a_session_asks_for_is_sent_or_refused() -> None:
+    async with provider(knows) as there:
+        client = HostedClient(Endpoint(base_url(there.url), HostedConfig(), KEY), model="big")
+        session = client.open(id="e", params=SamplingParams(temperature=0.7), max_tokens_per_turn=50)
+        asked: list[Message] = [{"role": "user", "content": "Who manages Ada?"}]
+        # What a request does not say itself is the run's.
+        await session.chat(asked, params=replace(session.params, seed=4, stop=("\n",), max_tokens=9))
+        body = json.loads(there.seen[-1].body)
+        assert {key: value for key, value in body.items() if key not in ("model", "messages")} == {
+            "temperature": 0.7,
+            "max_completion_tokens": 9,
+            "seed": 4,
+            "stop": ["\n"],
+        }
+        assert session.turn_metrics["t0"]["seed"] == 4
+        with pytest.raises(GuideRefused, match=r"leave params\.guide out"):
+            await session.chat(asked, params=replace(session.params, guide=Guide(schema={"type": "object"})))
+        for field, value in (("top_k", 5), ("min_p", 0.1), ("stop_token_ids", (3,)), ("ignore_eos", True)):
+            with pytest.raises(SessionError, match=rf"params\.{field}"):
+                await session.chat(asked, params=replace(session.params, **{field: value}))
+        assert len(there.seen) == 1
+        await client.close()

@@ -1,0 +1,130 @@
+"""Bodies that no honest client sends: none of them ends in an error of the server, stalls it, or costs a trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.gateway_server import ADMIN_HEADERS, Served, serving
+from turnwise.errors import FormatError
+from turnwise.inference.gateway.anthropic_request import read_request as read_anthropic
+from turnwise.inference.gateway.core import Abilities
+from turnwise.inference.gateway.openai_responses import OpenAIResponses
+from turnwise.trajectory import Trajectory
+
+HALF = "\ud83d x"
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "Go."}]},
+    "messages": {"messages": [{"role": "user", "content": "Go."}]},
+    "responses": {"input": "Go."},
+}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+async def post(served: Served, path: str, body: Any, **headers: str) -> tuple[int, bytes]:
+    # As Python writes it: with half surrogate pairs.
+    async with served.http.post(path, data=json.dumps(body), headers=headers) as answer:
+        return answer.status, await answer.read()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", BODIES)
+async def test_what_no_text_or_file_can_hold_is_no_error_of_the_server(route: str, stream: bool) -> None:
+    tool = {"name": "f", "description": HALF, "parameters": {HALF: HALF}, "input_schema": {HALF: HALF}}
+    tools = [{"type": "function", "function": tool, **tool} if route != "messages" else tool]
+    odd: list[dict[str, Any]] = [
+        {"model": HALF}, {"metadata": {HALF: HALF}, "user": HALF}, {"metadata": nested(300)}, {"tools": tools},
+        {"chat_template_kwargs": {HALF: 1}}, {"instructions": HALF}, {"temperature": HALF}, {HALF: HALF},
+    ]  # fmt: skip
+    async with serving(lambda _: "Yes.") as served:
+        opened = await served.open()
+        for each in odd:
+            status, answer = await post(
+                served, f"{opened['path']}/v1/{route}", {**BODIES[route], **each, "stream": stream}
+            )
+            assert status in (200, 400), (each, answer)
+            assert status == 200 or b"chat_template_kwargs" in answer or b"temperature" in answer, answer
+        too_deep = {"type": "object", "x": nested(900)}
+        deep = {"name": "f", "parameters": too_deep, "input_schema": too_deep}
+        tools = [{"type": "function", "function": deep, **deep} if route != "messages" else deep]
+        body = {**BODIES[route], "tools": tools, "stream": stream}
+        status, answer = await post(served, f"{opened['path']}/v1/{route}", body)
+        assert (status, b"nested too deep" in answer) == (400, True), answer
+        # What the session's controller says of it is written as well.
+        reward = {"authorization": f"Bearer {opened['reward_key']}"}
+        assert (await post(served, f"/sessions/{opened['id']}/rewards", {"value": 1, "name": HALF}, **reward))[0] == 200
+        ended = f"/sessions/{opened['id']}/finalize"
+        assert (await post(served, ended, {"error": HALF}, **ADMIN_HEADERS))[0] == 200
+
+
+def test_many_small_items_cost_no_more_than_they_are() -> None:
+    def spent(count: int) -> float:
+        reminded = {"messages": [BODIES["messages"]["messages"][0], *[{"role": "system", "content": "x"}] * count]}
+        item = {"type": "message", "role": "assistant", "content": "x"}
+        said = {"input": [item] * count}
+        began = time.process_time()
+        read_anthropic(reminded, Abilities())
+        OpenAIResponses().read(said, Abilities())
+        return time.process_time() - began
+
+    # Their square would be 256 times as much.
+    assert spent(32_000) < 64 * max(spent(2_000), 0.002)
+
+
+async def test_an_id_that_no_path_can_hold_names_no_session() -> None:
+    async with serving(lambda _: "Yes.") as served:
+        for wrong in ("a/b", "..", "."):
+            status, answer = await post(served, "/sessions", {"id": wrong}, **ADMIN_HEADERS)
+            assert (status, b"id: is " in answer) == (400, True)
+        assert len(served.app.sessions) == 0
+
+
+async def test_a_route_without_its_version_speaks_the_same_api() -> None:
+    async with serving(lambda _: "Yes.") as served:
+        opened = await served.open()
+        _, answer = await post(served, f"{opened['path']}/messages", BODIES["messages"])
+        assert json.loads(answer)["type"] == "message"
+
+
+async def test_a_session_whose_end_is_cancelled_is_still_written(tmp_path: Path) -> None:
+    file = tmp_path / "trajectories.jsonl"
+    async with serving(lambda _: "Yes.", finished=file) as served:
+        opened = await served.open(id="one")
+        await post(served, f"{opened['path']}/v1/messages", BODIES["messages"])
+        ending = asyncio.ensure_future(served.app.sessions.end("one"))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+        # What is noted now would be in no trajectory.
+        reward = {"authorization": f"Bearer {opened['reward_key']}"}
+        assert (await post(served, "/sessions/one/rewards", {"value": 1.0}, **reward))[0] in (401, 409)
+        await served.app.sessions.close()
+    assert [Trajectory.from_bytes(line).id for line in file.read_bytes().splitlines()] == ["one"]
+
+
+async def test_a_trajectory_that_cannot_be_written_keeps_no_other_from_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "trajectories.jsonl"
+    async with serving(lambda _: "Yes.", finished=file) as served:
+        first, _ = await served.open(id="first"), await served.open(id="second")
+        entry = served.app.sessions.of_id(first["id"])
+        entry.rewards.append((None, "reward", float("nan")))
+        for _ in range(2):
+            with pytest.raises(FormatError):
+                await served.app.sessions.end("first")
+        for each in ("first", "second"):
+            served.app.sessions.of_id(each).expires = 0.0
+        assert await served.app.sessions.sweep() == 1
+        await served.open(id="third")
+        await served.app.sessions.close()
+    assert [Trajectory.from_bytes(line).id for line in file.read_bytes().splitlines()] == ["second", "third"]

@@ -1,0 +1,127 @@
+"""What Codex makes of its history, as requests: items verbatim or with ids of its own, sub-agents, compaction."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from support.wire_requests import DONE, ITEM_TOOLS, LINEAR, says, talking
+from turnwise.inference.gateway.config import GatewayLimits
+from turnwise.inference.session import SessionLimits
+
+RULES = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules."}], "id": "msg_1"}
+GO = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}], "id": "msg_2"}
+
+
+def asked(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}], "id": "msg_x"}
+
+
+def outputs(*items: Any, text: str = "Chunk ID: 1f\nok") -> list[Any]:
+    return [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": text, "id": f"fco_{place}"}
+        for place, item in enumerate(items)
+        if item["type"] == "function_call"
+    ]
+
+
+def kept(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as Codex sends it back: fields that it does not know are gone."""
+    known = {"type", "id", "role", "content", "summary", "phase", "name", "arguments", "call_id", "namespace"}
+    told = {key: value for key, value in item.items() if key in known}
+    return {**told, "encrypted_content": None} if item["type"] == "reasoning" else told
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        kept,
+        # Items without an id get one, constant afterwards.
+        lambda item: {**kept(item), "id": f"{item['type']}_of_mine"},
+        lambda item: {key: value for key, value in kept(item).items() if key != "id"},
+        lambda item: {**kept(item), "status": "completed", "phase": None, "namespace": None, "caller": None},
+    ],
+)
+async def test_items_come_back_and_the_history_only_grows(change: Any) -> None:
+    async with talking(says(" A. \n", {"command": "ls"}, {"command": "pwd"}, thinks="Hm.\n"), says("B."), DONE) as talk:
+        first = await talk.items(RULES, GO)
+        assert [item["type"] for item in first] == ["reasoning", "message", "function_call", "function_call"]
+        history = [RULES, GO, *map(change, first), *outputs(*first)]
+        second = await talk.items(*history, client_metadata={"b": 1, "a": 2}, prompt_cache_key="k")
+        await talk.items(*history, *map(change, second), asked("On."), client_metadata={"a": 2, "b": 1})
+        assert talk.shape == LINEAR
+        assert talk.metrics["encoded_tokens"] == talk.metrics["context_tokens"]
+
+
+async def test_a_sub_agent_runs_beside_its_parent_which_is_told_of_its_end() -> None:
+    async with talking(says("", {"command": "spawn"}), says("Part done."), says("", {"command": "ls"}), DONE) as talk:
+        first = await talk.items(RULES, GO)
+        await talk.items(RULES, asked("Do part one."))
+        history = [RULES, GO, *first, *outputs(*first), asked("<subagent_notification>Part done.")]
+        second = await talk.items(*history)
+        await talk.items(*history, *second, *outputs(*second))
+        assert talk.shape == (2, ["restart"])
+
+
+async def test_a_compaction_asks_without_tools_and_begins_anew() -> None:
+    async with talking(says("", {"command": "ls"}), says("Summary."), DONE) as talk:
+        first = await talk.items(RULES, GO)
+        history = [RULES, GO, *first, *outputs(*first), asked("You are performing a CONTEXT CHECKPOINT COMPACTION.")]
+        await talk.items(*history, tools=[], parallel_tool_calls=False)
+        await talk.items(RULES, GO, asked("Another language model started: Summary."))
+        assert talk.shape == (3, ["tools_changed", "assistant_edited"])
+
+
+async def test_whole_items_of_a_turn_whose_stream_was_cut_are_kept_and_their_calls_run() -> None:
+    turn = says("Look.", {"command": "1"}, {"command": "2"})
+    async with talking(turn, DONE) as talk:
+        first = await talk.items(RULES, GO)
+        await talk.items(RULES, GO, *first[:2], *outputs(first[1]))
+        assert talk.shape == (2, ["assistant_edited"])
+    async with talking(turn, DONE) as talk:
+        first = await talk.items(RULES, GO)
+        await talk.items(RULES, GO, *first[1:], *outputs(*first))
+        # Its text was lost, but not a call: the turn is known by its calls.
+        assert (talk.shape, talk.metrics["rewritten_echoes"]) == (LINEAR, 1)
+
+
+async def test_a_turn_that_is_asked_for_again_with_what_was_whole_of_it_goes_on_without_that() -> None:
+    async with talking(says("Look.", {"command": "1"}, thinks="Hm."), says("", {"command": "1"}), DONE) as talk:
+        first = await talk.items(RULES, GO)
+        again = await talk.items(RULES, GO, *first[:2])
+        await talk.items(RULES, GO, *first[:2], *again, *outputs(*again))
+        assert talk.shape == (2, ["resample"])
+        assert talk.metrics["turns"] == 3
+
+
+async def test_an_item_of_reasoning_alone_is_an_empty_turn() -> None:
+    async with talking(says("", thinks="Hm."), DONE) as talk:
+        first = await talk.items(RULES, GO)
+        assert [item["type"] for item in first] == ["reasoning", "message"]
+        await talk.items(RULES, GO, kept(first[0]), asked("You said nothing."))
+        assert talk.shape == LINEAR
+
+
+async def test_it_is_told_of_a_limit_as_of_an_end_and_waits_where_it_is_told_how_long() -> None:
+    """``response.incomplete`` and a 429 without ``retry-after`` end it."""
+    async with talking(says("One two three four.")) as talk:
+        body = {"input": [GO], "tools": ITEM_TOOLS, "store": False, "max_output_tokens": 5}
+        for originator, status in (("codex_exec", "completed"), ("other", "incomplete")):
+            answer = (await talk.post("responses", body, originator=originator))[1]
+            assert answer["status"] == status
+    async with talking(DONE, limits=GatewayLimits(requests=1)) as talk:
+        entry = talk.served.app.sessions.of_id(talk.opened["id"])
+        entry.running.add(object())  # type: ignore[arg-type]
+        url = f"{talk.opened['path']}/v1/responses"
+        async with talk.served.http.post(url, json={"input": "Go.", "stream": True}) as refused:
+            assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        entry.running.clear()
+
+
+async def test_a_prompt_that_is_too_long_has_the_code_that_it_knows() -> None:
+    async with talking(DONE, session_limits=SessionLimits(context_length=50)) as talk:
+        status, answer = await talk.post("responses", {"input": [asked("word " * 100)], "stream": True})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert json.dumps(answer).count("context_length_exceeded") == 1

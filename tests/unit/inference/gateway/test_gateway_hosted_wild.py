@@ -1,0 +1,64 @@
+"""A session without ids, beside one with ids: whatever agents do to a history, both tell the same of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from support.toy_renderer import ToyRenderer
+from support.wild_agents import Wild, lines, plans
+from turnwise.inference.gateway.hosted_session import TextSession
+
+
+class Twofold(Wild):
+    """Asks a session, and tells one of a hosted endpoint what was asked and said."""
+
+    def __init__(self, script: Sequence[Any], path: Path, cut: int, echo: Any) -> None:
+        super().__init__(ToyRenderer(), script, path, cut, "keep", echo)
+        self.text = TextSession(id="s", echo=echo)
+
+    async def ask(self, messages: Sequence[Any]) -> Any:
+        placed = self.text.place(messages, self.tools)
+        try:
+            said = await super().ask(messages)
+        except BaseException:
+            self.text.withdraw([placed])
+            raise
+        own = {key: value for key, value in copy.deepcopy(said).items() if key not in ("turn_id", "finish_reason")}
+        cut = said["finish_reason"] == "length"
+        assert self.text.commit(placed, own, cut=cut, usage=None, sampling={}) == said
+        return said
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    script=lines(st.integers(100, 220)),
+    plan=plans,
+    cut=st.sampled_from([4, 20, 200, 200]),
+    echo=st.sampled_from(["same", "same", "strict"]),
+)
+async def test_both_tell_the_same(
+    tmp_path_factory: Any, script: list[Any], plan: list[tuple[str, str, int]], cut: int, echo: str
+) -> None:
+    wild = Twofold(script, tmp_path_factory.mktemp("wild") / "ledger.jsonl", cut, echo)
+    for action, text, number in plan:
+        # An endpoint has no template that could be given anything, or could not go on from something.
+        if action != "arguments":
+            await wild.act(action, text.replace("NOBRIDGE", "e"), number)
+    trajectory = await wild.check()
+    mine, theirs = (
+        [(each.kind, each.parent, each.messages, each.turn_id, each.fork, each.tools) for each in segments]
+        for segments in (wild.text.segments(), wild.session.segments())
+    )
+    assert mine == theirs
+    assert not any(len(each.ids) for each in wild.text.segments())
+    metrics, known = wild.text.metrics(), wild.session.metrics()
+    for name in ("turns", "branches", "forks", "rewritten_echoes"):
+        assert metrics[name] == known[name], name
+    for reason in trajectory.forks():
+        event(reason)

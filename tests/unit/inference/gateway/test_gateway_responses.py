@@ -1,0 +1,123 @@
+"""The items that Codex sends, and what it needs of an answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from turnwise.inference.gateway.core import Abilities, Answer
+from turnwise.inference.gateway.errors import ApiError
+from turnwise.inference.gateway.openai_responses import OpenAIResponses
+from turnwise.types import ToolCall
+
+TOOLS = [
+    {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}, "strict": False},
+    {"type": "namespace", "name": "multi_agent_v1", "tools": [{"type": "function", "name": "spawn_agent"}]},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+    {"type": "web_search"},
+]
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "input": "Hi.", "tools": TOOLS, **more}
+
+
+def answer(**message: Any) -> Answer:
+    return Answer({"role": "assistant", "content": "", "finish_reason": "stop", **message}, 10, 5)  # type: ignore[typeddict-item]
+
+
+def test_a_turn_of_codex_is_one_message_and_its_results_follow() -> None:
+    dialect = OpenAIResponses()
+    request = dialect.read(body(), Abilities())
+    assert [tool.name for tool in request.tools] == ["exec_command", "multi_agent_v1__spawn_agent", "apply_patch"]
+    calls = [
+        ToolCall("c1", "exec_command", {"cmd": "ls"}),
+        ToolCall("c2", "multi_agent_v1__spawn_agent", {}),
+        ToolCall("c3", "apply_patch", {"input": "*** Begin"}),
+    ]
+    said = answer(content="Let me.", reasoning_content="Hm.", tool_calls=calls)
+    output = dialect.respond(request, [said])["output"]
+    assert [item["type"] for item in output] == [
+        "reasoning", "message", "function_call", "function_call", "custom_tool_call",
+    ]  # fmt: skip
+    assert (output[3]["namespace"], output[3]["name"]) == ("multi_agent_v1", "spawn_agent")
+    assert output[4]["input"] == "*** Begin"
+    echoed = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules."}], "id": "msg_x"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]},
+        *({**item, "encrypted_content": None} for item in output),
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.txt", "id": "fco_1"},
+        {"type": "custom_tool_call_output", "call_id": "c3", "output": [{"type": "input_text", "text": "ok"}]},
+    ]
+    messages = dialect.read(body(input=echoed), Abilities()).messages
+    assert [message["role"] for message in messages] == ["developer", "user", "assistant", "tool", "tool"]
+    turn: Any = messages[2]
+    assert turn["reasoning_content"] == "Hm."
+    assert [call["id"] for call in turn["tool_calls"]] == ["c1", "c2", "c3"]
+    assert [call["function"]["name"] for call in turn["tool_calls"]] == [tool.name for tool in request.tools]
+    assert json.loads(turn["tool_calls"][0]["function"]["arguments"]) == {"cmd": "ls"}
+
+
+def test_what_stayed_of_a_turn_whose_stream_broke_is_no_turn() -> None:
+    """Codex keeps the items that were whole, and asks again with them at the end; the model sees none of them."""
+    dialect = OpenAIResponses()
+    request = dialect.read(body(), Abilities())
+    first, second = (dialect.respond(request, [answer(content=text)])["output"] for text in ("One.", "Two."))
+    asked = {"role": "user", "content": "Go."}
+    again = dialect.read(body(input=[asked, *first]), Abilities()).messages
+    assert [message["content"] for message in again] == ["Go."]
+    more = dialect.read(body(input=[asked, *first, *second, {"role": "user", "content": "On."}]), Abilities()).messages
+    assert ["Two." in str(message["content"]) for message in more] == [False, True, False]
+    # A message that this gateway never sent is the agent's own, and stays.
+    own = [{**item, "id": "msg_of_mine"} for item in first]
+    kept = dialect.read(body(input=[asked, *own]), Abilities()).messages
+    assert [message["role"] for message in kept] == ["user", "assistant"]
+
+
+def test_a_cut_answer_is_incomplete_but_for_programs_that_would_give_up() -> None:
+    for carries_on, status in ((False, "incomplete"), (True, "completed")):
+        dialect = OpenAIResponses(carries_on=carries_on)
+        request = dialect.read(body(), Abilities())
+        cut = answer(content="It", finish_reason="length")
+        assert dialect.respond(request, [cut])["status"] == status
+        writer = dialect.writer(request)
+        stream = writer.begin() + writer.text(0, "It") + writer.finish(0, cut)
+        assert stream.count(b"event: response." + status.encode()) == 1
+        assert stream.count(b"event: response.output_item.done") == 1
+
+
+def test_a_call_that_must_not_be_executed_cannot_be() -> None:
+    dialect = OpenAIResponses()
+    request = dialect.read(body(), Abilities())
+    calls = [
+        ToolCall("c1", "exec_command", {}, '{"cmd": nope}', "the arguments are not valid JSON"),
+        ToolCall("c2", "exec_command", {}, '{"cmd": "rm -rf /tmp/a', "the call was not closed"),
+        ToolCall("c3", "exec_command", {}, '{"cmd": "ls"}', "the call stands inside the reasoning"),
+    ]
+    told = [
+        (item["name"], item["arguments"]) for item in dialect.respond(request, [answer(tool_calls=calls)])["output"]
+    ]
+    # The client itself says what is wrong with the first; the others could be taken for calls.
+    assert told[0] == ("exec_command", '{"cmd": nope}')
+    assert [name for name, _ in told[1:]] == ["invalid_tool_call"] * 2
+    assert json.loads(told[2][1])["error"] == "the call stands inside the reasoning"
+
+
+def test_conversations_are_named_by_responses_and_forgotten_in_order() -> None:
+    dialect = OpenAIResponses()
+    first = dialect.read(body(input="One?"), Abilities())
+    one = dialect.respond(first, [answer(content="One.")])
+    second = dialect.read(body(input="Two?", previous_response_id=one["id"], instructions="Be brief."), Abilities())
+    assert [message["content"] for message in second.messages] == ["Be brief.", "One?", "One.", "Two?"]
+    two = dialect.respond(second, [answer(content="Two.")])
+    branch = dialect.read(body(input="Again?", previous_response_id=one["id"]), Abilities())
+    assert [message["content"] for message in branch.messages] == ["One?", "One.", "Again?"]
+    third = dialect.read(body(input="Three?", previous_response_id=two["id"]), Abilities())
+    assert [message["content"] for message in third.messages] == ["One?", "One.", "Two?", "Two.", "Three?"]
+    for wrong in ({"previous_response_id": "resp_unknown"}, {"background": True}, {"conversation": "c"}):
+        with pytest.raises(ApiError) as caught:
+            dialect.read(body(**wrong), Abilities())
+        assert caught.value.param == next(iter(wrong))

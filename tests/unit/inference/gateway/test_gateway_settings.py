@@ -1,0 +1,185 @@
+"""A controller gives a session settings of its own: each is used, checked, and said where it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.chat_models import renderer_for
+from support.gateway_server import ADMIN_HEADERS, Served, serving
+from turnwise.errors import SessionError
+from turnwise.inference.core import LLMClient
+from turnwise.inference.gateway.config import GatewayConfig
+from turnwise.inference.gateway.server import open_sessions
+from turnwise.inference.gateway.settings import SETTINGS, SessionSettings
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.seeding import stable_hash
+from turnwise.trajectory import Trajectory
+from turnwise.types import Completion, SamplingParams, TokenPrompt
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
+
+
+class Noting(ScriptedClient):
+    """Keeps how it was asked to sample."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer_for("qwen3"), [f"say {number}" for number in range(20)])
+        self.asked: list[SamplingParams] = []
+
+    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
+        self.asked.append(params)
+        return await super().generate(prompt, params, session_id=session_id)
+
+
+async def ask(served: Served, opened: dict[str, Any], **more: Any) -> tuple[int, Any]:
+    async with served.http.post(f"{opened['path']}/v1/chat/completions", json={**ASK, **more}) as answer:
+        return answer.status, await answer.json()
+
+
+async def finalize(served: Served, opened: dict[str, Any]) -> dict[str, Any]:
+    async with served.http.post(f"/sessions/{opened['id']}/finalize", json={}, headers=ADMIN_HEADERS) as answer:
+        assert answer.status == 200
+        found: dict[str, Any] = (await answer.json())["trajectory"]
+        return found
+
+
+async def test_sampling_is_the_sessions_own_and_requests_may_or_may_not_change_it() -> None:
+    client = Noting()
+    own = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "seed": 11}
+    wish = {"temperature": 0.1, "top_p": 0.2, "top_k": 3, "min_p": 0.5, "seed": 1}
+    async with serving(client=client) as served:
+        free = await served.open(id="free", **own)
+        held = await served.open(id="held", fixed_sampling=True, **own)
+        plain = await served.open(id="plain")
+        for opened in (free, held):
+            assert (await ask(served, opened))[0] == 200
+            assert (await ask(served, opened, **wish))[0] == 200
+        assert (await ask(served, plain))[0] == 200
+        left = {name: await finalize(served, {"id": name}) for name in ("free", "held", "plain")}
+    seen = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in client.asked]
+    mine, asked = (0.5, 0.9, 7, 0.05), (0.1, 0.2, 3, 0.5)
+    assert seen == [mine, asked, mine, mine, (1.0, 1.0, 0, 0.0)]
+    # The seed is the session's, not its name's; each request draws from a stream of its own.
+    drawn = [stable_hash("request", 11, number) for number in range(2)]
+    assert [each.seed for each in client.asked] == [drawn[0], 1, *drawn, None]
+    kept = {"seed": 11.0, "top_p": 0.9, "top_k": 7.0, "min_p": 0.05}
+    assert kept.items() <= left["held"]["metrics"].items()
+    assert left["held"]["metrics"]["temperature"] == 0.5
+    assert left["free"]["metrics"]["temperatures"] == 2
+    assert not kept.keys() & left["plain"]["metrics"].keys()
+
+
+@pytest.mark.parametrize(
+    ("limit", "message", "reason"),
+    [
+        ({"max_turns": 1}, "all 1 turns", "max_turns"),
+        ({"max_total_tokens": 12}, "all 12 tokens", "max_tokens"),
+        ({"context_length": 3}, "the prompt has|prompt is too long", "context_overflow"),
+    ],
+)
+async def test_budgets_are_the_sessions_own(limit: dict[str, int], message: str, reason: str) -> None:
+    async with serving(["one", "two", "three"]) as served:
+        tight, wide = await served.open(**limit), await served.open()
+        told = [await ask(served, tight) for _ in range(3)]
+        refused = [body["error"] for status, body in told if status == 400]
+        assert refused
+        assert refused[-1]["code"] == "context_length_exceeded"
+        assert any(part in refused[-1]["message"] for part in message.split("|")), refused
+        assert (await ask(served, wide))[0] == 200
+        assert (await finalize(served, tight))["stop_reason"] == reason
+
+
+async def test_a_turn_is_as_long_as_the_session_allows() -> None:
+    async with serving(["a long answer indeed, of many more tokens than three"]) as served:
+        opened = await served.open(max_tokens_per_turn=3)
+        status, body = await ask(served, opened, max_tokens=50)
+        assert (status, body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]) == (200, "length", 3)
+
+
+async def test_policies_are_the_sessions_own_and_its_trajectory_says_them() -> None:
+    async with serving(["said", "more"]) as served:
+        opened = await served.open(reasoning="template", echo="strict")
+        plain = await served.open()
+        assert (await ask(served, opened))[0] == 200
+        left = Trajectory.from_bytes(await _trajectory(served, opened))
+        assert (left.reasoning, left.echo) == ("template", "strict")
+        left = Trajectory.from_bytes(await _trajectory(served, plain))
+        assert (left.reasoning, left.echo) == ("keep", "same")
+
+
+async def _trajectory(served: Served, opened: dict[str, Any]) -> bytes:
+    session = served.app.sessions.of_id(opened["id"])
+    trajectory = await served.app.sessions.end(session.id)
+    return trajectory.to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("seed", [1.5, "1", True, 2**63, -(2**63) - 1]),
+        ("temperature", [-0.1, "hot", True, 101]),
+        ("top_p", [0, 1.1, -1, []]),
+        ("top_k", [-1, 1.5, "all"]),
+        ("min_p", [-0.1, 1.1]),
+        ("max_turns", [0, -1, 1.5, "many"]),
+        ("max_tokens_per_turn", [0, "x"]),
+        ("max_total_tokens", [0, 2.5]),
+        ("context_length", [0, 100_001, "x"]),
+        ("reasoning", ["drop", 1, ""]),
+        ("echo", ["loose", True]),
+        ("fixed_sampling", ["yes", 1]),
+        ("id", [3, []]),
+        ("group_id", [3]),
+        ("seconds", [0, -1, "x"]),
+    ],
+)
+async def test_a_wrong_setting_is_named_and_no_session_is_made(field: str, values: list[Any]) -> None:
+    async with serving() as served:
+        for value in values:
+            async with served.http.post("/sessions", json={field: value}, headers=ADMIN_HEADERS) as answer:
+                assert answer.status == 400, (field, value)
+                assert (await answer.json())["error"]["param"] == field
+        assert len(served.app.sessions) == 0
+
+
+async def test_an_unknown_field_is_named_with_those_that_there_are() -> None:
+    async with serving() as served:
+        body = {"max_turn": 3, "temprature": 1, "id": "x"}
+        async with served.http.post("/sessions", json=body, headers=ADMIN_HEADERS) as answer:
+            told = (await answer.json())["error"]["message"]
+            assert answer.status == 400
+        assert "'max_turn', 'temprature'" in told
+        assert "max_turns" in told
+        assert "temperature" in told
+        assert len(served.app.sessions) == 0
+        # What is null is not set.
+        await served.open(**dict.fromkeys(SETTINGS))
+
+
+async def test_the_gateways_own_settings_hold_where_a_session_has_none(tmp_path: Path) -> None:
+    """The sessions of the server's process, not those of the tests' own gateway."""
+    config = GatewayConfig(
+        model=tmp_path, out=tmp_path, seed=5, temperature=0.7, top_k=9, max_turns=4, reasoning="template",
+        fixed_sampling=True,
+    )  # fmt: skip
+    client: LLMClient = ScriptedClient(renderer_for("qwen3"), ["Yes."])
+    sessions = open_sessions(config, client, renderer_for("qwen3"), 1000)
+    plain = sessions.create("plain", {}).session
+    assert (plain.params.temperature, plain.params.top_k, plain.limits.max_turns) == (0.7, 9, 4)
+    assert (plain.limits.context_length, plain.reasoning, plain.echo) == (1000, "template", "same")
+    own = SessionSettings(temperature=0.2, max_turns=2, context_length=50, echo="strict", reasoning="keep")
+    mine = sessions.create("mine", {}, settings=own).session
+    assert (mine.params.temperature, mine.params.top_k, mine.limits.max_turns) == (0.2, 9, 2)
+    assert (mine.limits.context_length, mine.reasoning, mine.echo) == (50, "keep", "strict")
+    wider = sessions.create("wider", {}, settings=SessionSettings(context_length=5000)).session
+    assert wider.limits.context_length == 1000
+    # Whoever asks: at one temperature only, unless the session says otherwise.
+    hot = SamplingParams(temperature=1.5)
+    for held in (plain, sessions.create(None, {}, settings=SessionSettings(fixed_sampling=True)).session):
+        with pytest.raises(SessionError, match="temperature"):
+            await held.chat(ASK["messages"], params=hot)
+    free = sessions.create(None, {}, settings=SessionSettings(fixed_sampling=False)).session
+    assert (await free.chat(ASK["messages"], params=hot))["content"] == "Yes."

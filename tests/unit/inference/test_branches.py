@@ -1,0 +1,423 @@
+"""Branching sessions: what is the same turn, where a history forks and why, several requests at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.chat_models import renderer_for
+from support.toy_renderer import ForgetfulRenderer, ToyRenderer
+from turnwise.errors import InferenceError, RenderError
+from turnwise.inference.gateway.local import LocalGateway
+from turnwise.inference.ledger import LedgerClient, read_ledger
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.inference.session import Opened, Session, SessionLimits
+from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.sessions import EpisodeSessions
+from turnwise.trainer.aggregation import loss_weights
+from turnwise.trajectory import Trajectory, to_samples
+from turnwise.types import Message, SamplingParams, TokenDelta, ToolCall, ToolSchema
+
+TOOL = ToolSchema("look", "Looks.")
+LIMITS = SessionLimits(context_length=100_000)
+CALLING: Message = {"role": "assistant", "content": "so", "tool_calls": [ToolCall("", "look", {"b": 1.0, "a": "x"})]}
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def new(script, renderer=None, **more) -> tuple[Session, ScriptedClient]:
+    renderer = renderer or ToyRenderer()
+    client = ScriptedClient(renderer, script)
+    return Session(client, renderer, id="s", **{"limits": LIMITS, **more}), client
+
+
+def kept(session: Session) -> Trajectory:
+    return Trajectory("s", "e", "g", "t", segments=session.segments())
+
+
+def parents(session: Session) -> list[int]:
+    return [segment.parent for segment in session.segments()]
+
+
+def plain(message: Message, **changes) -> dict:
+    """A message as a program sends it back."""
+    calls = [
+        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+        for c in message.get("tool_calls", ())
+    ]
+    return {"role": "assistant", "content": message["content"], "tool_calls": calls, **changes}
+
+
+# Echo
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.sampled_from(["", " ", "a", "\n b"]), st.integers(0, 5)), min_size=1, max_size=6
+    )
+)
+async def test_an_agent_that_only_re_serialises_has_one_leaf_and_no_fork(turns) -> None:
+    script = [
+        {
+            "role": "assistant",
+            "content": text,
+            "reasoning_content": "hm",
+            "tool_calls": [ToolCall("", "look", {"n": 1.0, "m": [1e20, True], "t": text})] if calls else [],
+        }
+        for calls, text, _ in turns
+    ]
+    session, client = new(script)
+    history: list = [user("q")]
+    for _, text, way in turns:
+        given = await session.chat(history, [TOOL])
+        calls = [
+            {
+                "type": "function",
+                "id": call.id if way % 2 else f"mine{len(history)}",
+                "function": {
+                    "name": "look",
+                    "arguments": json.dumps(dict(reversed(call.arguments.items())), indent=way),
+                },
+            }
+            for call in given.get("tool_calls", ())
+        ]
+        echo = {
+            "role": "assistant",
+            "content": [{"type": "text", "text": f" {given['content']}\n"}],
+            "tool_calls": calls,
+        }
+        if way != 3 or calls or given["content"].strip():
+            history.append(echo)
+        history += [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls]
+        history.append(user(text))
+    trajectory = kept(session)
+    assert len(trajectory.leaves()) == 1
+    assert not trajectory.forks()
+    path = [i for segment in trajectory.path(trajectory.leaves()[0])[:-1] for i in segment.ids.tolist()]
+    assert path == client.requests[-1].prompt.tolist()
+
+
+async def test_a_turn_is_known_by_the_ids_of_its_calls_whatever_became_of_it() -> None:
+    session, client = new([CALLING, "done"])
+    given = await session.chat([user("q")], [TOOL])
+    [call] = given["tool_calls"]
+    echo = plain(given, content="", reasoning_content="other")
+    echo["tool_calls"][0]["function"]["arguments"] = '{"a": "x", "b": 1, "added": false}'
+    await session.chat([user("q"), echo, {"role": "tool", "tool_call_id": call.id, "content": "r"}], [TOOL])
+    assert not kept(session).forks()
+    assert session.metrics()["rewritten_echoes"] == 1
+    assert f"{call.id}=look:r" in client.requests[1].text
+
+
+async def test_of_twins_the_one_goes_on_whose_ids_come_back() -> None:
+    session, _ = new([CALLING, CALLING, "done"])
+    first = await session.chat([user("q")], [TOOL])
+    await session.chat([user("q")], [TOOL])
+    # The second one was committed last, and neither was extended.
+    await session.chat([user("q"), plain(first), {"role": "tool", "content": "r"}], [TOOL])
+    assert parents(session) == [-1, 0, 0, 1, 3]
+
+
+async def test_ids_that_an_agent_uses_itself_prove_nothing_later() -> None:
+    class OwnIds(ToyRenderer):
+        def _call(self, raw: str) -> ToolCall:
+            call = super()._call(raw)
+            return ToolCall("f:0", call.name, call.arguments, raw, call.error)
+
+    shot = {"role": "assistant", "content": "shown", "tool_calls": [ToolCall("f:0", "look", {})]}
+    history = [user("q"), shot, {"role": "tool", "tool_call_id": "f:0", "content": "r"}]
+    session, client = new([CALLING, "done"], OwnIds())
+    given = await session.chat(history, [TOOL])
+    assert given["tool_calls"][0].id != "f:0"
+    await session.chat([*history, given, {"role": "tool", "content": "s"}], [TOOL])
+    assert not kept(session).forks()
+    # Ids of calls that were not sampled are made from their position.
+    assert "m00000000=look:r" in client.requests[0].text
+
+
+async def test_calls_with_equal_ids_are_answered_one_after_the_other() -> None:
+    calls = [ToolCall("x", "one", {}), ToolCall("x", "two", {})]
+    history = [user("q"), {"role": "assistant", "content": "", "tool_calls": calls}]
+    history += [{"role": "tool", "tool_call_id": "x", "content": "r"}] * 2
+    session, client = new(["done"])
+    await session.chat(history, [TOOL])
+    assert "=one:r" in client.requests[0].text
+    assert "=two:r" in client.requests[0].text
+
+
+async def test_reasoning_may_be_missing_where_it_was_sampled_and_only_there() -> None:
+    thought: Message = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    session, _ = new([thought, "b", "c", "d"])
+    await session.chat([user("q")])
+    said: Message = {"role": "assistant", "content": " a "}
+    given = await session.chat([user("q"), said, user("r")])
+    assert not kept(session).forks()
+    shot = [user("q2"), {**thought}, user("r2")]
+    await session.chat(shot)
+    await session.chat([user("q2"), said, user("r2")])
+    assert kept(session).forks() == {"restart": 1, "reasoning_edited": 1}
+    assert given["content"] == "b"
+
+
+async def test_an_empty_turn_may_be_missing_or_not() -> None:
+    empty: Message = {"role": "assistant", "content": " ", "reasoning_content": "hm"}
+    session, client = new([CALLING, empty, "b", "c"])
+    history: list = [user("q"), await session.chat([user("q")], [TOOL])]
+    answer: Message = {"role": "tool", "tool_call_id": history[1]["tool_calls"][0].id, "content": "r"}
+    history.append(answer)
+    given = await session.chat(history, [TOOL])
+    # Asking again is no extension: there is nothing to go on with.
+    await session.chat([*history, user("go on")], [TOOL])
+    assert parents(session) == [-1, 0, 1, 2, 3, 4]
+    await session.chat([*history, given, user("go on")], [TOOL])
+    assert kept(session).forks() == {"resample": 1}
+    assert client.requests[2].prompt.tolist() == client.requests[3].prompt.tolist()
+
+
+# Edit
+
+
+async def test_what_an_agent_changes_is_in_the_next_prompt() -> None:
+    session, client = new([CALLING, "told", "x", "y", "z"])
+    history: list = [user("question")]
+    history.append(copy.deepcopy(await session.chat(history, [TOOL])))
+    history.append({"role": "tool", "content": [{"type": "text", "text": "result"}]})
+    history += [copy.deepcopy(await session.chat(history, [TOOL])), user("more")]
+    for change, seen, reason in (
+        (lambda: history[2]["content"][0].update(text="found"), "found", "history_edited"),
+        (lambda: history[3].update(content="said"), "said", "assistant_edited"),
+        (lambda: history[0].update(content="asked"), "asked", "restart"),
+    ):
+        change()
+        before = kept(session).forks()
+        await session.chat(history, [TOOL])
+        assert seen in client.requests[-1].text
+        assert kept(session).forks() - before == {reason: 1}
+    assert "question" not in client.requests[-1].text
+
+
+# Reasons
+
+
+async def test_written_messages_of_an_assistant_are_no_shared_turn() -> None:
+    session, _ = new(["a", "b"])
+    shot: list[Message] = [user("q"), {"role": "assistant", "content": "shown"}]
+    await session.chat([*shot, user("r")])
+    await session.chat([*shot, user("s")])
+    assert kept(session).forks() == {"restart": 1}
+
+
+async def test_of_branches_that_share_as_much_one_of_the_same_root_tells_the_reason() -> None:
+    session, _ = new(["a", "b", "c", "d"])
+    said = await session.chat([user("q")], [TOOL])
+    await session.chat([user("q"), said, user("r")], [TOOL])
+    await session.chat([user("q"), said, user("r")], [])
+    before = kept(session).forks()
+    # The branch without tools was used last, but there the turn was not sampled: it would be a restart.
+    await session.chat([user("q"), said, user("s")], [TOOL])
+    assert kept(session).forks() - before == {"rewound": 1}
+
+
+async def test_contexts_that_mean_the_same_with_other_ids_stay_apart() -> None:
+    renderer = ToyRenderer()
+    both = asyncio.Barrier(2)
+
+    async def script(request):
+        if request.number < 2:
+            await both.wait()
+        return "a"
+
+    session = Session(ScriptedClient(renderer, script), renderer, id="s", limits=LIMITS)
+    shots = [[user("q"), {"role": "assistant", "content": text}, user("r")] for text in ("x", "x ")]
+    await asyncio.gather(*(session.chat(each) for each in shots))
+    assert parents(session) == [-1, 0, -1, 2]
+    assert kept(session).forks() == {"concurrent": 1}
+    # Who asks again goes on from the one committed last: both mean all the messages.
+    await session.chat(shots[0])
+    assert parents(session) == [-1, 0, -1, 2, 2]
+
+
+async def test_under_the_templates_policy_dropped_reasoning_forks_and_is_out_of_the_prompt() -> None:
+    thought: Message = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    for renderer in (ForgetfulRenderer(), renderer_for("qwen3")):
+        for policy, forks in (("keep", {}), ("template", {"reasoning_dropped": 2})):
+            script = [thought, {"role": "assistant", "content": "b"}, thought, "d"]
+            session, client = new(script, renderer, reasoning=policy)
+            history: list[Message] = [user("q")]
+            for text in ("r", "s", "t"):
+                history += [await session.chat(history), user(text)]
+            await session.chat(history)
+            assert kept(session).forks() == forks, renderer
+            assert client.requests[-1].text.count("hm") == (0 if forks else 2)
+            if forks:
+                # What the template left out of a root already is not dropped again.
+                assert len(kept(session).leaves()) == 3
+
+
+async def test_under_the_templates_policy_reasoning_stays_while_the_template_keeps_it() -> None:
+    calling: Message = {**CALLING, "reasoning_content": "hm"}
+    session, client = new([calling, calling, "done"], ForgetfulRenderer(), reasoning="template")
+    history: list[Message] = [user("q")]
+    for _ in range(2):
+        given = await session.chat(history, [TOOL])
+        history += [given, {"role": "tool", "tool_call_id": given["tool_calls"][0].id, "content": "r"}]
+    await session.chat(history, [TOOL])
+    assert not kept(session).forks()
+    assert client.requests[-1].text.count("hm") == 2
+
+
+async def test_a_run_chooses_both_policies() -> None:
+    config = RolloutConfig(env=SpecConfig(name="lookup"), reasoning="template", echo="strict")
+    renderer = ForgetfulRenderer()
+    client = ScriptedClient(renderer, [{**CALLING, "reasoning_content": "hm"}, "b", "c"])
+    sessions = EpisodeSessions(
+        client, renderer, config, episode_id="e", seed=0, temperature=1.0, trained=True, context_length=10_000,
+        gateway=LocalGateway(renderer, context_length=10_000),
+    )  # fmt: skip
+    session = sessions.open("main", "main")
+    given = await session.chat([user("q")], [TOOL])
+    await session.chat([user("q"), given, {"role": "tool", "content": "r"}, user("more")], [TOOL])
+    await session.chat([user("q"), {**given, "content": "other"}, {"role": "tool", "content": "r"}], [TOOL])
+    assert kept(session).forks() == {"reasoning_dropped": 1, "assistant_edited": 1}
+
+
+# Cost, weight and limits
+
+
+async def test_only_new_ids_are_encoded_whoever_talks_in_turn() -> None:
+    renderer = ToyRenderer()
+    session, _ = new(lambda request: "y" * 50, renderer)
+    agents: list[list] = [[user(f"{name}" * 400)] for name in "ab"]
+    costs = []
+    for turn in range(6):
+        for history in agents:
+            before = renderer.encoded
+            given = await session.chat(history)
+            costs.append(renderer.encoded - before)
+            history += [plain(given), user(f"{turn}")]
+    assert max(costs[2:]) <= 51
+    assert kept(session).forks() == {"restart": 1}
+
+
+async def test_a_trajectory_weighs_the_same_however_many_branches_it_has() -> None:
+    session, _ = new(["a", "bb", "ccc", "dddd"])
+    first = await session.chat([user("q")])
+    for text in ("r", "s", "t"):
+        await session.chat([user("q"), first, user(text)])
+    rows = to_samples(kept(session)).rows
+    assert [row.trained_tokens for row in rows] == [2 + 3, 4, 5]
+    tokens = [row.trained_tokens for row in rows]
+    for mode in ("trajectory_mean", "trajectory_sum", "token_mean"):
+        # Beside another trajectory of one branch.
+        branched, _ = loss_weights([*tokens, 7], ["one"] * 3 + ["two"], mode)
+        alone, _ = loss_weights([sum(tokens), 7], ["one", "two"], mode)
+        assert np.dot(branched[:3], tokens) == pytest.approx(alone[0] * sum(tokens))
+
+
+async def test_a_row_that_is_filtered_leaves_its_turns_to_the_next_one() -> None:
+    session, _ = new(["a", "bb", "ccc"])
+    first = await session.chat([user("q")])
+    for text in ("r", "s"):
+        await session.chat([user("q"), first, user(text)])
+    samples = to_samples(kept(session), keep=lambda path: path[-1].index != 3)
+    assert [row.trained_tokens for row in samples.rows] == [2 + 4]
+    assert samples.unowned_tokens == 3
+
+
+async def test_what_goes_beyond_the_budget_together_is_counted() -> None:
+    both = asyncio.Barrier(2)
+    renderer = ToyRenderer()
+
+    async def script(request):
+        await both.wait()
+        return "x" * 50
+
+    limits = SessionLimits(context_length=1000, max_total_tokens=60)
+    session = Session(ScriptedClient(renderer, script), renderer, id="s", limits=limits)
+    await asyncio.gather(session.chat([user("q")]), session.chat([user("q")]))
+    assert session.metrics()["tokens_over_limit"] == 4 + 2 * 51 - 60
+
+
+# Streams
+
+
+async def test_a_stream_leaves_what_a_request_leaves() -> None:
+    straight, _ = new([CALLING, "b"])
+    streamed, _ = new([CALLING, "b"])
+    history: list[Message] = [user("q")]
+    for text in ("r", "s"):
+        given = await straight.chat(history, [TOOL])
+        seen = [each async for each in streamed.stream(history, [TOOL])]
+        assert isinstance(seen[0], Opened)
+        assert all(isinstance(each, TokenDelta) for each in seen[1:-1])
+        assert seen[-1] == given
+        history += [given, user(text)]
+    assert seen[0].prompt_tokens - seen[0].known_tokens == len(seen[0].tail)
+    assert str(straight.segments()) == str(streamed.segments())
+
+
+async def test_a_stream_is_recorded_with_its_last_piece_and_not_before() -> None:
+    for pieces in (1, 2):
+        session, _ = new(["a"])
+        stream = session.stream([user("q")])
+        for _ in range(1 + pieces):
+            await anext(stream)
+        await stream.aclose()
+        assert len(session.segments()) == (2 if pieces == 2 else 0)
+
+
+async def test_a_stream_that_is_closed_stops_the_sampling_at_once(tmp_path) -> None:
+    """Closed through every layer, not when the collector comes by."""
+    sampling = []
+
+    class Held(ScriptedClient):
+        async def stream(self, prompt, params, *, session_id):
+            sampling.append("begun")
+            try:
+                async for piece in super().stream(prompt, params, session_id=session_id):
+                    yield piece
+            finally:
+                sampling.append("ended")
+
+    renderer = ToyRenderer()
+    client = LedgerClient(Held(renderer, ["a long answer"]), tmp_path / "ledger.jsonl")
+    session = Session(client, renderer, id="s", limits=LIMITS)
+    stream = session.stream([user("q")])
+    for _ in range(3):
+        await anext(stream)
+    # Whoever else holds it does not keep it going.
+    held = stream
+    await stream.aclose()
+    assert sampling == ["begun", "ended"]
+    assert held is stream
+    await client.close()
+    assert read_ledger(tmp_path / "ledger.jsonl").entries == session.segments() == []
+
+
+async def test_a_stream_that_fails_leaves_nothing() -> None:
+    session, _ = new([InferenceError("gone")])
+    with pytest.raises(InferenceError):
+        async for _ in session.stream([user("q")], params=SamplingParams()):
+            pass
+    assert session.segments() == []
+    assert str(session.failure) == "gone"
+
+
+async def test_what_cannot_be_rendered_is_not_sent() -> None:
+    class Refusing(ToyRenderer):
+        def render(self, messages, tools):
+            raise RenderError("no")
+
+    session, client = new(["a"], Refusing())
+    with pytest.raises(RenderError, match="no"):
+        await session.chat([user("q")])
+    assert not client.requests

@@ -1,0 +1,187 @@
+"""What is shown of a turn while it is sampled is at any time the beginning of what its whole says."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.chat_models import FAMILIES, renderer_for
+from turnwise.errors import RenderError
+from turnwise.inference.formats.core import TurnText
+from turnwise.inference.formats.live import LiveScan, LiveTurn, Said
+from turnwise.inference.tokens import Marks
+from turnwise.types import as_ids, text_of
+
+FAMILY_NAMES = sorted(FAMILIES)
+
+
+def tail_of(family: str, *, thinking: bool | None = None) -> Any:
+    renderer = renderer_for(family)
+    return as_ids(renderer._tokens.encode(renderer._facts.prompt))
+
+
+def shown(family: str, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """What is shown of ids that come in pieces, after each piece."""
+    live = renderer_for(family).live(tail_of(family), stops)
+    said = {"text": "", "reasoning": ""}
+    states = []
+    bounds = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
+    for start, end in itertools.pairwise(bounds):
+        for piece in live.feed(ids[start:end]):
+            assert piece.text
+            said[piece.kind] += piece.text
+        states.append((said["text"], said["reasoning"]))
+    return states
+
+
+def pieces_of(family: str) -> list[list[int]]:
+    """Ids that turns of a family may be made of: its markers, whole calls, words, blanks and broken characters."""
+    renderer = renderer_for(family)
+    encode = renderer._tokens.encode
+    markers = {text for value in renderer._format.markers.values() for text in [value, value.strip()] if text}
+    words = [
+        "Hello",
+        " world",
+        "\n",
+        "\n\n",
+        "  ",
+        "{",
+        "[",
+        "[f(",
+        '{"name": "f", "arguments": {}}',
+        "🎉",
+        "é",
+        "<",
+        "<th",
+    ]
+    words += ["a: b", "f", "]", "}", "1", "assistant", " to=functions.f", "analysis", "final", "commentary"]
+    pieces = [encode(text) for text in [*sorted(markers), *words]]
+    party = encode("🎉")
+    if len(party) > 1:
+        pieces += [party[:1], party[1:]]
+    call = {"function": {"name": "f", "arguments": {"qz": 1}}}
+    message: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with contextlib.suppress(RenderError):
+        pieces.append(renderer.completion(message, ()).tolist()[:-1])
+    pieces.append([min(renderer.stop_ids)])
+    pieces += [[number] for number in sorted(renderer._format.marks._ids)]
+    return [piece for piece in pieces if piece]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_what_is_shown_begins_what_the_whole_says(family: str, data: st.DataObject) -> None:
+    pieces = pieces_of(family)
+    chosen = data.draw(st.lists(st.integers(0, len(pieces) - 1), min_size=1, max_size=14))
+    ids = [number for index in chosen for number in pieces[index]]
+    cuts = data.draw(st.lists(st.integers(0, 200), max_size=20))
+    for end in {len(ids), cuts[0] % len(ids) + 1 if cuts else len(ids)}:
+        whole = renderer_for(family).parse(as_ids(ids[:end]), tail_of(family), ())
+        for text, reasoning in shown(family, ids[:end], cuts):
+            assert text_of(whole).startswith(text), (renderer_for(family).decode(as_ids(ids[:end])), text, whole)
+            assert (whole.get("reasoning_content") or "").startswith(reasoning), (
+                renderer_for(family).decode(as_ids(ids[:end])),
+                reasoning,
+                whole,
+            )
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_stop_string_is_never_shown(family: str, data: st.DataObject) -> None:
+    encode = renderer_for(family)._tokens.encode
+    parts = data.draw(
+        st.lists(st.sampled_from(["STOP", "ST", "OP", "S", " ", "\n", "word", "\n\nEnd"]), min_size=1, max_size=12)
+    )
+    text = "Well. " + "".join(parts)
+    stops = ("STOP", "\n\nEnd")
+    cuts = data.draw(st.lists(st.integers(0, 200), max_size=20))
+    wanted = text.strip()
+    wanted = wanted[: min([at for stop in stops if (at := wanted.find(stop)) >= 0], default=len(wanted))]
+    for said, _ in shown(family, encode(text), cuts, stops):
+        assert wanted.startswith(said)
+
+
+# The prompt, what is sampled, and what is shown of it before its end: (text, reasoning).
+AT_ONCE = [
+    ("qwen3", "<think>\nHm, so\n", ("", "Hm, so")),
+    ("qwen3", "<think>\nHm.\n</think>\n\nThe answer is", ("The answer is", "Hm.")),
+    ("qwen3", "<think>Hm.</think>Let me see.\n<tool_call>\n{", ("Let me see.", "Hm.")),
+    # As long as nobody opened reasoning, a closing marker could still make reasoning of all this.
+    ("qwen3", "The answer is", ("", "")),
+    ("qwen3", "It was reasoning</think>The answer", ("The answer", "It was reasoning")),
+    ("llama3_1", "The answer is 3", ("The answer is 3", "")),
+    ("llama3_1", '{"answer": 3}', ("", "")),
+    ("bare_pythonic", "[1, 2", ("[1, 2", "")),
+    ("bare_pythonic", "[lookup(", ("", "")),
+    ("bare_pythonic", "[look", ("", "")),
+    ("gptoss", "<|channel|>analysis<|message|>Hm, so ", ("", "Hm, so")),
+    (
+        "gptoss",
+        "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>analysis<|message|> So.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is",
+        ("It is", "Hm.\nSo."),
+    ),
+    (
+        "gptoss",
+        "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+        ("", ""),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), AT_ONCE)
+def test_what_is_certain_is_shown_at_once(family: str, text: str, expected: tuple[str, str]) -> None:
+    ids = renderer_for(family)._tokens.encode(text)
+    assert shown(family, ids, list(range(len(ids))))[-1] == expected
+
+
+def test_what_stands_before_an_empty_section_may_be_reasoning_yet() -> None:
+    renderer = renderer_for("deepseekv3")
+    # Behind a prompt that opens no reasoning, as that of another template may be.
+    chat_format, tokens = renderer._format, renderer._tokens
+    ids = tokens.encode("Let me see.<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>")
+    live = LiveTurn(tokens, chat_format.live(""), renderer.stop_ids)
+    assert [said for number in ids for said in live.feed([number])] == []
+    text = chat_format.marks.read(tokens, [*ids, *tokens.encode("</think>So.")])
+    whole = chat_format.parse(TurnText(text, "", opened=False, stopped=False), ()).message()
+    assert (text_of(whole), whole["reasoning_content"]) == ("So.", "Let me see.")
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_an_answer_behind_reasoning_that_nobody_opened_may_be_a_call(step: int) -> None:
+    def begins(text: str) -> bool | None:
+        return None if text == "{" else text.startswith("{c")
+
+    def walked(text: str) -> list[Said]:
+        scan = LiveScan(Marks({}, ()), ("<think>", "</think>"), (), begins, opened=False, settled=False)
+        return [said for at in range(0, len(text), step) for said in scan.feed(text[at : at + step])]
+
+    assert "".join(said.text for said in walked("Hm, so</think>{call}")) == "Hm, so"
+    assert {said.kind for said in walked("Hm, so</think>{call}")} == {"reasoning"}
+    said = walked("Hm, so</think>{no call}")
+    assert "".join(each.text for each in said if each.kind == "text") == "{no call}"
+    # What begins as a call is held back even though its reasoning is not.
+    assert walked("{call} so</think>") == []
+
+
+def test_reading_costs_the_new_ids_only() -> None:
+    encode = renderer_for("qwen3")._tokens.encode
+    live = renderer_for("qwen3").live(tail_of("qwen3"))
+    live.feed(encode("<think>"))
+    word = encode(" word")
+    read: list[int] = []
+    tokens = renderer_for("qwen3")._tokens
+    decode = type(tokens).decode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(tokens), "decode", lambda self, ids: read.append(len(ids)) or decode(self, ids))
+        for _ in range(500):
+            live.feed(word)
+    assert max(read) <= 2 * len(word) + 2

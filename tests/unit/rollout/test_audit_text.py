@@ -1,0 +1,75 @@
+"""The audit of trajectories that hold text: nothing of them is proven, and none of them passes for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.audited import assert_sound, write_trajectories
+from support.toy_renderer import ToyRenderer
+from turnwise.errors import AuditError, TrainError
+from turnwise.inference.gateway.hosted_session import TextSession
+from turnwise.inference.ledger import LedgerClient
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.inference.session import Session, SessionLimits
+from turnwise.rollout.audit import audit_files
+from turnwise.trajectory import Trajectory, to_samples
+from turnwise.types import Message
+
+ASK: list[Message] = [{"role": "user", "content": "Go."}]
+SAID: Message = {"role": "assistant", "content": "Done."}
+
+
+def text(name: str = "text") -> Trajectory:
+    session = TextSession(id=name)
+    session.commit(session.place(ASK, ()), SAID, cut=False, usage=None, sampling={})
+    return Trajectory(name, name, "g", "t", segments=session.segments(), recorded="text")
+
+
+async def tokens(folder: Path, name: str = "tokens") -> Trajectory:
+    renderer = ToyRenderer()
+    client = LedgerClient(ScriptedClient(renderer, ["Done."]), folder / "ledger.jsonl")
+    session = Session(client, renderer, id=name, limits=SessionLimits(context_length=1000))
+    await session.chat(ASK)
+    await client.close()
+    return Trajectory(name, name, "g", "t", segments=session.segments())
+
+
+@pytest.mark.parametrize("ledger", [False, True])
+async def test_of_text_alone_nothing_is_proven(tmp_path: Path, ledger: bool) -> None:
+    if ledger:
+        await LedgerClient(ScriptedClient(ToyRenderer(), []), tmp_path / "ledger.jsonl").close()
+    write_trajectories(tmp_path, [text("a"), text("b")])
+    with pytest.raises(AuditError, match="2 trajectories, all recorded as text"):
+        audit_files(tmp_path)
+
+
+async def test_beside_others_text_is_counted_and_left_out(tmp_path: Path) -> None:
+    known = await tokens(tmp_path)
+    write_trajectories(tmp_path, [known, text()])
+    report = audit_files(tmp_path)
+    assert report.sound
+    assert report.counts["trajectories of text: nothing to prove"] == 1
+    assert report.counts["turns equal to a call"] == 1
+
+
+async def test_tokens_do_not_pass_for_text(tmp_path: Path) -> None:
+    known = await tokens(tmp_path)
+    hidden: list[Any] = [replace(each, ids=each.ids[:0], logprobs=None, weight_versions=()) for each in known.segments]
+    for number, (segments, said) in enumerate(
+        ((known.segments, "holds ids"), (hidden, "there are calls of it in the ledger"))
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "ledger.jsonl").write_bytes((tmp_path / "ledger.jsonl").read_bytes())
+        write_trajectories(folder, [replace(known, segments=segments, recorded="text"), text()])
+        assert any(said in each for each in audit_files(folder).contradictions)
+
+
+async def test_what_is_text_is_never_trained(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="text was recorded as text"):
+        to_samples(text())
+    assert_sound(tmp_path, await tokens(tmp_path))

@@ -1,0 +1,59 @@
+"""docs/sessions.md: its code runs as it stands there, and its reasons are those that a session gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from support.chat_models import renderer_for
+from turnwise.inference import forks
+from turnwise.inference.echo import EchoPolicy
+from turnwise.inference.session import ReasoningPolicy
+from turnwise.rollout.config import RolloutConfig
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def names() -> dict:
+    found: dict = {"__name__": "docs_sessions"}
+    for block in BLOCKS:
+        exec(compile(block, "docs/sessions.md", "exec"), found)
+    return found
+
+
+def test_the_session_that_is_described(names: dict) -> None:
+    trajectory, rows = names["show"](renderer_for("qwen3"))
+    assert trajectory.forks() == {"rewound": 1}
+    assert len(trajectory.leaves()) == len(rows) == 2
+    assert sum(row.trained_tokens for row in rows) == trajectory.sampled_tokens
+    # The first turn is shared, and trained in the first row alone.
+    assert [sorted(set(row.turn_ids[row.loss_mask].tolist())) for row in rows] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gptoss", "mistral"])
+def test_the_tool_responses_that_are_described(names: dict, family: str) -> None:
+    ids, text = names["after_the_call"](renderer_for(family))
+    assert renderer_for(family).decode(ids) == text
+    assert "17 degrees" in text
+
+
+def test_the_table_holds_every_reason_and_no_other() -> None:
+    table = TEXT.partition("| reason |")[2].partition("\n\n")[0]
+    told = {name.partition(":")[0] for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)}
+    source = Path(forks.__file__).read_text(encoding="utf-8")
+    given = set(re.findall(r'return "(\w+)"', source)) | {"reasoning_dropped", "bridge_unproven"}
+    assert told == given
+
+
+def test_the_policies_are_those_of_the_configuration() -> None:
+    fields = RolloutConfig.model_fields
+    for key, policy in (("reasoning", ReasoningPolicy), ("echo", EchoPolicy)):
+        assert f"`rollout.{key}`: `{fields[key].default}`" in TEXT
+        for value in get_args(policy):
+            assert f"`{value}`" in TEXT
