@@ -147,13 +147,13 @@ def recorder(page: Page, parts: Parts, walked: Walked) -> None:
     params = parts.model.requests[0].params
     lines += ["", f"temperature {params.temperature}, max_tokens {params.max_tokens}, stop ids {params.stop_token_ids}"]
     page.add("segments", *lines)
-    history = [message for each in first.segments[:3] for message in each.messages]
-    canonical = canonical_messages([own(message) for message in history])
-    page.add("canonical", *(shown_canonical(message) for message in canonical))
     root = first.segments[0]
     again = renderer.render(canonical_messages([own(message) for message in root.messages]), schemas(LookupEnv()))
     check(np.array_equal(again, root.ids), "the first prompt is not what the renderer writes")
     page.add("prompt", *renderer.decode(root.ids).splitlines(), "", *pieces(renderer, root.ids))
+    history = [message for each in first.segments[:3] for message in each.messages]
+    canonical = canonical_messages([own(message) for message in history])
+    page.add("canonical", *(shown_canonical(message) for message in canonical))
     ledger = read_ledger(parts.directory / "ledger.jsonl")
     lines = ["prompt  completion  session"]
     for entry in ledger.entries:
