@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+from turnwise.agents.rewards import Reward as Reward
+from turnwise.agents.rewards import finite
+from turnwise.agents.roles import TRAINED, check_name
 from turnwise.agents.room import fit_messages, room_for_answers
 from turnwise.envs.core import Env, StepResult, invoke
-from turnwise.envs.results import ScoreParts
+from turnwise.envs.results import ScoreParts, agent_parts
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetSpent, EnvError, RegistryError
 from turnwise.inference.session import Session
@@ -45,16 +47,6 @@ class EpisodeLimits:
     max_turns: int
     max_tokens_per_turn: int | None
     context_length: int
-
-
-@dataclass(slots=True)
-class Reward:
-    """A reward event: which session and turn it belongs to (None: to the episode), its name and value."""
-
-    agent: str
-    turn_id: str | None
-    name: str
-    value: float
 
 
 class ToolThreadLost(EnvError):
@@ -113,6 +105,7 @@ class Episode:
         self._open_session = open_session
         self._open_address = open_address
         self._sessions: dict[str, Session] = {}
+        self._policies: dict[str, str] = {}
         self._failure: EnvError | None = None
 
     @property
@@ -125,18 +118,24 @@ class Episode:
         """All sessions that were opened, by name."""
         return dict(self._sessions)
 
-    def session_for(self, name: str, policy: str = "main") -> Session:
+    def session_for(self, name: str, policy: str | None = None) -> Session:
         """Return the session of that name, opened when it is first asked for.
 
         Args:
-            name: Whose session: each leaves a trajectory of its own.
-            policy: Which policy samples in it.
+            name: Whose session: each leaves a trajectory of its own. ``solver/0`` and ``solver/1`` are of one role.
+            policy: Who samples in it: ``main``, the trained one and the default, or one of ``rollout.frozen``.
+
+        Raises:
+            AgentError: It cannot be called so, another policy samples in it, or there is no such policy.
         """
         if name not in self._sessions:
-            self._sessions[name] = self._open_session(name, policy)
+            self._sessions[name] = self._open_session(check_name(name), policy or TRAINED)
+            self._policies[name] = policy or TRAINED
+        elif policy is not None and policy != self._policies[name]:
+            raise AgentError(f"session {name!r} is open with the policy {self._policies[name]!r}, not {policy!r}")
         return self._sessions[name]
 
-    async def address(self, name: str = "main", policy: str = "main") -> str:
+    async def address(self, name: str = "main", policy: str | None = None) -> str:
         """Return a base URL at which a program talks to the model in that session, until the agent returns.
 
         It speaks OpenAI Chat and Responses (with ``/v1`` behind it) and Anthropic Messages, records every token, and
@@ -175,6 +174,9 @@ class Episode:
         named = info.get("rewards") or ({"step": result.reward} if result.reward else {})
         for name, value in named.items():
             self.note(name, value, turn, agent=agent)
+        for other, parts in agent_parts(info.get("agent_rewards"), "step").items():
+            for name, value in parts.items():
+                self.note(name, value, turn if other == agent else self._last_turn(other), agent=other)
         self.count(info.get("metrics") or {}, turn, agent=agent)
         self._check_threads()
         if result.terminated or result.truncated:
@@ -244,7 +246,7 @@ class Episode:
         Raises:
             AgentError: It is not finite.
         """
-        _finite(f"episode.note: reward {name!r}", value)
+        finite(f"episode.note: reward {name!r}", value)
         self.rewards.append(Reward(agent, turn_id, name, float(value)))
 
     def count(self, metrics: Mapping[str, float], turn_id: str | None = None, *, agent: str = "main") -> None:
@@ -254,7 +256,7 @@ class Episode:
             AgentError: One is not finite.
         """
         for name, value in metrics.items():
-            _finite(f"episode.count: metric {name!r}", value)
+            finite(f"episode.count: metric {name!r}", value)
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
             if turn_id is not None and value:
                 of_turn = self.turn_metrics.setdefault((agent, turn_id), {})
@@ -288,6 +290,9 @@ class Episode:
         parts: ScoreParts = await invoke(self._env, "score", self.answer(), executor=self._executor)
         for name, value in parts.items():
             self.note(name, value)
+        for agent, own in agent_parts(parts.agents, "score").items():
+            for name, value in own.items():
+                self.note(name, value, agent=agent)
         self.count(parts.metrics)
         self._check_threads()
 
@@ -298,6 +303,10 @@ class Episode:
         main = self._sessions.get("main")
         last = main.last if main is not None else None
         return last if last is not None and not last.get("tool_calls") else None
+
+    def _last_turn(self, agent: str) -> str | None:
+        last = self._sessions[agent].last if agent in self._sessions else None
+        return None if last is None else last["turn_id"]
 
     async def _invoke(self, method: str, *args: Any) -> Any:
         try:
@@ -323,11 +332,6 @@ class Episode:
                 f"{env.invalid_in_a_row} calls in a row did not reach a tool; max_invalid_calls is "
                 f"{env.max_invalid_calls}",
             )
-
-
-def _finite(what: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise AgentError(f"{what} is {value}: it must be a finite number")
 
 
 class Agent(ABC):

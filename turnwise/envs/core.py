@@ -233,7 +233,7 @@ async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 async def _score(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:
     parts = check_score(await _call(env, "score", args, kwargs), env)
-    return ScoreParts({**parts, **await env.extra_rewards()}, parts.metrics)
+    return ScoreParts({**parts, **await env.extra_rewards()}, parts.metrics, parts.agents)
 
 
 def drop_scoring(env: Env) -> asyncio.Future[ScoreParts] | None:

@@ -16,6 +16,8 @@ Observation: TypeAlias = str | list[Message]
 """Messages to append to the conversation; a text is one user message."""
 ResetResult: TypeAlias = tuple[Observation, dict[str, Any]]
 Score: TypeAlias = float | dict[str, float]
+AgentRewards: TypeAlias = Mapping[str, "float | Mapping[str, float]"]
+"""Rewards by agent: a number, or named parts."""
 
 _ROLES = frozenset(get_args(Role))
 
@@ -30,7 +32,9 @@ class StepResult(NamedTuple):
         truncated: The episode ends for another reason. It was not scored by the step.
         info: Read are ``rewards`` (named parts of the reward: ``dict[str, float]``), ``metrics`` (numbers to log:
             ``dict[str, float]``) and ``stop_reason`` (a StopReason, where truncated for another reason than
-            ``env_truncated``). Further keys are yours.
+            ``env_truncated``). Where several agents share the environment, ``reward`` and ``rewards`` are those of the
+            agent whose message it was; ``agent_rewards`` are further ones by agent (a number, or named parts), and
+            ``turn`` names who acts next. Further keys are yours.
     """
 
     observation: Observation
@@ -47,13 +51,28 @@ class ScoreParts(dict[str, float]):
 
     Attributes:
         metrics: Numbers to log; they count for nothing.
+        agents: The scores of several agents that share the environment, by name: a number, or named parts.
     """
 
-    __slots__ = ("metrics",)
+    __slots__ = ("agents", "metrics")
 
-    def __init__(self, parts: Mapping[str, float] | None = None, metrics: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        agents: AgentRewards | None = None,
+    ) -> None:
         super().__init__(parts or {})
         self.metrics: dict[str, float] = dict(metrics or {})
+        self.agents: dict[str, float | Mapping[str, float]] = dict(agents or {})
+
+    def info(self) -> dict[str, Any]:
+        """Return what a step that ended the episode says of its score."""
+        return {
+            "rewards": dict(self),
+            "metrics": self.metrics,
+            **({"agent_rewards": self.agents} if self.agents else {}),
+        }
 
 
 def finite(value: Any, where: str) -> float:
@@ -89,6 +108,27 @@ def named_numbers(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
+def agent_parts(value: Any, name: str, where: str = "rewards of agents") -> dict[str, dict[str, float]]:
+    """Return rewards by agent as named parts.
+
+    Args:
+        value: What an environment says; None is nothing.
+        name: What a plain number is called.
+        where: The beginning of the message where it cannot be read.
+
+    Raises:
+        EnvError: It is no dict from names to finite numbers, or to dicts of them.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise EnvError(f"{where} is {shown(value)}: it must be a dict from agents to numbers or named parts")
+    return {
+        agent: {part: finite(each, f"{where}[{agent!r}][{part!r}]") for part, each in named_numbers(
+            given if isinstance(given, Mapping) else {name: given}, f"{where}[{agent!r}]"
+        ).items()}
+        for agent, given in named_numbers(value, where).items()
+    }  # fmt: skip
+
+
 def as_messages(observation: Any) -> list[Message]:
     """Return an observation as a new list of messages.
 
@@ -121,7 +161,27 @@ def check_reset(result: Any, env: object) -> tuple[list[Message], dict[str, Any]
     observation, info = result
     if not isinstance(info, dict):
         raise EnvError(f"{name}.reset returned the info {shown(info)}: it must be a dict")
+    check_turn(info, f"{name}.reset")
     return _named_messages(observation, f"{name}.reset"), info
+
+
+def check_turn(info: Mapping[str, Any], where: str) -> None:
+    """Look at what an environment that several agents share says of them.
+
+    Raises:
+        EnvError: ``info["turn"]`` is no name, or ``info["agents"]`` no list of different ones with that name in it.
+    """
+    turn, agents = info.get("turn"), info.get("agents")
+    if turn is not None and not isinstance(turn, str):
+        raise EnvError(f"{where}: info['turn'] is {shown(turn)}: it must be the name of the agent that acts next")
+    if agents is None:
+        return
+    if not isinstance(agents, (list, tuple)) or not agents or len({*map(str, agents)}) < len(agents):
+        raise EnvError(f"{where}: info['agents'] is {shown(agents)}: it must be a list of different names")
+    if turn is not None and turn not in agents:
+        raise EnvError(
+            f"{where}: info['turn'] is {turn!r}, which is none of info['agents']: {', '.join(map(str, agents))}"
+        )
 
 
 def check_step(result: Any, env: object) -> StepResult:
@@ -143,6 +203,8 @@ def check_step(result: Any, env: object) -> StepResult:
     for key in ("rewards", "metrics"):
         for name, part in named_numbers(info.get(key), f"{where}: info[{key!r}]").items():
             finite(part, f"{where}: info[{key!r}][{name!r}]")
+    agent_parts(info.get("agent_rewards"), "step", f"{where}: info['agent_rewards']")
+    check_turn(info, where)
     reason = info.get("stop_reason")
     if reason is not None and reason not in tuple(StopReason):
         raise EnvError(f"{where}: info['stop_reason'] is {reason!r}: allowed are {', '.join(StopReason)}")
@@ -156,8 +218,10 @@ def check_score(result: Any, env: object) -> ScoreParts:
     if not isinstance(result, Mapping):
         return ScoreParts({"score": finite(result, where)})
     parts = {name: finite(part, f"{where} {name!r}:") for name, part in named_numbers(result, where).items()}
-    given = result.metrics if isinstance(result, ScoreParts) else {}
-    return ScoreParts(parts, {name: finite(value, f"{where} the metric {name!r}:") for name, value in given.items()})
+    if not isinstance(result, ScoreParts):
+        return ScoreParts(parts)
+    metrics = {name: finite(value, f"{where} the metric {name!r}:") for name, value in result.metrics.items()}
+    return ScoreParts(parts, metrics, agent_parts(result.agents, "score", f"{where} agents"))
 
 
 def _named_messages(observation: Any, where: str) -> list[Message]:

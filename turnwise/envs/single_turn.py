@@ -61,8 +61,7 @@ class SingleTurnEnv(Env):
             response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
             answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()})
         parts: ScoreParts = await invoke(self, "score", action)
-        info = {"rewards": dict(parts), "metrics": parts.metrics}
-        return StepResult(answers, sum(parts.values()), True, False, info)
+        return StepResult(answers, sum(parts.values()), True, False, parts.info())
 
     async def score(self, final: Message | None) -> Score:
         """Return what the scorer says of the message."""

@@ -121,8 +121,7 @@ class ToolEnv(Env):
         """
         self._over = True
         parts: ScoreParts = await invoke(self, "score", final)
-        info = {"rewards": dict(parts), "metrics": parts.metrics}
-        return StepResult(list(observation), sum(parts.values()), True, False, info)
+        return StepResult(list(observation), sum(parts.values()), True, False, parts.info())
 
     def add_tools(self, tools: Sequence[Tool]) -> None:
         """Offer tools that a configuration names beside those of the class.

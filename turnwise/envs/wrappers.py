@@ -97,8 +97,7 @@ class TimeLimit(Wrapper):
                 raise
             if self.env.pending_score is not None:
                 parts: ScoreParts = await invoke(self.env, "score", action)
-                info = {"rewards": dict(parts), "metrics": parts.metrics}
-                return StepResult([], sum(parts.values()), True, False, info)
+                return StepResult([], sum(parts.values()), True, False, parts.info())
             answers = [self._unanswered(call) for call in action.get("tool_calls") or ()]
             return StepResult(answers, 0.0, False, True, {"stop_reason": StopReason.TIMEOUT})
         late = asyncio.get_running_loop().time() >= self._deadline
@@ -204,7 +203,7 @@ class ShapeReward(Wrapper):
         """Shape the score of an episode that no step scored."""
         parts: ScoreParts = await invoke(self.env, "score", final)
         shaped = await self._shaped(sum(parts.values()), {"rewards": dict(parts)}, final, dict(parts))
-        return ScoreParts(shaped, parts.metrics)
+        return ScoreParts(shaped, parts.metrics, parts.agents)
 
     async def _shaped(
         self, reward: float, info: dict[str, Any], action: Message | None, parts: dict[str, float]

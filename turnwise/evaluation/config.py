@@ -30,6 +30,8 @@ class EvalPlan(BaseModel):
         samples: Episodes per task at ``rollout.temperature``; 0 leaves them out.
         greedy: Whether each task also gets one episode at temperature 0.
         success_reward: The least reward of a success.
+        role: Whose reward is the episode's, where several agents act in it: the mean over the sessions of this role. By
+            default the sum over all sessions of the policy that is evaluated.
         pass_k: Which pass@k to estimate; a k above ``samples`` is refused.
     """
 
@@ -41,6 +43,7 @@ class EvalPlan(BaseModel):
     samples: Count = 4
     greedy: bool = True
     success_reward: float = 1.0
+    role: str | None = None
     pass_k: list[PositiveInt] = []
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from turnwise.agents.roles import TRAINED, role_of
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
@@ -50,8 +51,8 @@ class EpisodeRow:
         task_id: The dataset row.
         group_id: The group it belongs to.
         episode_id: The episode.
-        reward: Sum of all reward events.
-        rewards: The same by name.
+        reward: Sum of all reward events of the evaluated policy's sessions, or the mean over those of one role.
+        rewards: All reward events, summed by name.
         success: Whether the reward reached the threshold.
         turns: Model calls.
         tool_calls: Calls that the environment answered.
@@ -61,6 +62,7 @@ class EpisodeRow:
         stop_reason: Why the main session ended.
         error: What ended it, where an infrastructure failure did.
         source: Where its task is from, where tasks say so.
+        roles: (Reward, turns) of each session by role, where the episode has several.
     """
 
     task_id: str
@@ -77,6 +79,7 @@ class EpisodeRow:
     stop_reason: StopReason
     error: str | None = None
     source: str | None = None
+    roles: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -84,6 +87,25 @@ class EpisodeRow:
 
 
 _ROW_FIELDS = tuple(each.name for each in fields(EpisodeRow))
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSummary:
+    """The figures of one role, over all its sessions.
+
+    Attributes:
+        success: Share of sessions whose reward reached the threshold.
+        reward: Mean reward of a session.
+        turns: Mean model calls of a session.
+    """
+
+    success: Estimate
+    reward: Estimate
+    turns: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return {"success": self.success.to_json(), "reward": self.reward.to_json(), "turns": self.turns}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +125,7 @@ class Summary:
         failed: Episodes that an infrastructure failure ended: in none of the figures above.
         tasks: How many tasks have at least one episode in the figures.
         by_source: The figures of the tasks of one source, by its name, where tasks say which one they are from.
+        by_role: The figures of one role, where episodes have several; ``role@policy`` where a frozen policy played it.
     """
 
     success: Estimate
@@ -118,6 +141,7 @@ class Summary:
     tasks: int
     rows: Sequence[EpisodeRow] = field(default=(), repr=False)
     by_source: Mapping[str, Summary] = field(default_factory=dict, repr=False)
+    by_role: Mapping[str, RoleSummary] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures (not the rows) as JSON values."""
@@ -134,6 +158,7 @@ class Summary:
             "failed": self.failed,
             "tasks": self.tasks,
             **({"by_source": {name: one.to_json() for name, one in self.by_source.items()}} if self.by_source else {}),
+            **({"by_role": {name: one.to_json() for name, one in self.by_role.items()}} if self.by_role else {}),
         }
 
 
@@ -177,20 +202,23 @@ def pass_at_k(episodes: int, successes: int, k: int) -> float:
     return 1.0 - math.comb(episodes - successes, k) / math.comb(episodes, k)
 
 
-def episode_rows(trajectories: Iterable[Trajectory], *, success_reward: float = 1.0) -> list[EpisodeRow]:
+def episode_rows(
+    trajectories: Iterable[Trajectory], *, success_reward: float = 1.0, role: str | None = None
+) -> list[EpisodeRow]:
     """Return one row per episode, in the order in which they appear; an episode may have left several trajectories.
 
     Args:
         trajectories: What sessions left.
         success_reward: The least reward of a success (up to rounding).
+        role: Whose reward is the episode's; by default that of all sessions of the evaluated policy.
     """
     episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         episodes[trajectory.episode_id, trajectory.attempt].append(trajectory)
-    return [_row(members, success_reward) for members in episodes.values()]
+    return [_row(members, success_reward, role) for members in episodes.values()]
 
 
-def _row(members: Sequence[Trajectory], success_reward: float) -> EpisodeRow:
+def _row(members: Sequence[Trajectory], success_reward: float, role: str | None) -> EpisodeRow:
     main = next((member for member in members if member.agent == "main"), members[0])
     rewards: defaultdict[str, float] = defaultdict(float)
     metrics: defaultdict[str, float] = defaultdict(float)
@@ -201,7 +229,12 @@ def _row(members: Sequence[Trajectory], success_reward: float) -> EpisodeRow:
         for name, value in member.metrics.items():
             metrics[name] += value
         forks.update(member.forks())
-    reward = math.fsum(member.reward for member in members)
+    roles: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    for member in members:
+        name = role_of(member.agent)
+        turns = sum(segment.sampled for segment in member.segments)
+        roles[name if member.policy == TRAINED else f"{name}@{member.policy}"].append((member.reward, turns))
+    reward = _reward(members, role)
     prefix = "tool_errors/"
     kinds = {name.removeprefix(prefix): int(n) for name, n in metrics.items() if name.startswith(prefix) and n}
     return EpisodeRow(
@@ -218,10 +251,25 @@ def _row(members: Sequence[Trajectory], success_reward: float) -> EpisodeRow:
         forks=dict(forks),
         stop_reason=main.stop_reason,
         error=next((member.error for member in members if member.error is not None), None),
+        roles=dict(roles) if len(roles) > 1 else {},
     )
 
 
-def summarize(groups: Iterable[TrajectoryGroup], *, success_reward: float = 1.0, pass_k: Sequence[int] = ()) -> Summary:
+def _reward(members: Sequence[Trajectory], role: str | None) -> float:
+    """Return what an episode was worth: to one role, or to the policy that is evaluated."""
+    if role is not None:
+        own = [member.reward for member in members if role_of(member.agent) == role]
+        return math.fsum(own) / max(1, len(own))
+    return math.fsum(member.reward for member in members if member.policy == TRAINED)
+
+
+def summarize(
+    groups: Iterable[TrajectoryGroup],
+    *,
+    success_reward: float = 1.0,
+    pass_k: Sequence[int] = (),
+    role: str | None = None,
+) -> Summary:
     """Return the figures of finished groups.
 
     Args:
@@ -229,12 +277,13 @@ def summarize(groups: Iterable[TrajectoryGroup], *, success_reward: float = 1.0,
             group dropped before.
         success_reward: The least reward of a success.
         pass_k: Which pass@k to estimate; a ``k`` above the episodes of some task is left out.
+        role: Whose reward is the episode's; by default that of all sessions of the evaluated policy.
     """
     rows: list[EpisodeRow] = []
     failed: Counter[str | None] = Counter()
     for group in groups:
         failed[group.source] += group.failed
-        for row in episode_rows(group.trajectories, success_reward=success_reward):
+        for row in episode_rows(group.trajectories, success_reward=success_reward, role=role):
             if row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED):
                 rows.append(replace(row, source=group.source))
             else:
@@ -243,7 +292,27 @@ def summarize(groups: Iterable[TrajectoryGroup], *, success_reward: float = 1.0,
         name: summarize_rows([row for row in rows if row.source == name], failed=failed[name], pass_k=pass_k)
         for name in sorted({name for name in failed if name is not None})
     }
-    return replace(summarize_rows(rows, failed=failed.total(), pass_k=pass_k), by_source=parts)
+    whole = summarize_rows(rows, failed=failed.total(), pass_k=pass_k)
+    return replace(whole, by_source=parts, by_role=_by_role(rows, success_reward))
+
+
+def _by_role(rows: Sequence[EpisodeRow], success_reward: float) -> dict[str, RoleSummary]:
+    """Return the figures of each role: every session counts once, in the cluster of its task."""
+    found: dict[str, RoleSummary] = {}
+    for name in sorted({name for row in rows for name in row.roles}):
+        by_task: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        for row in rows:
+            by_task[row.task_id] += row.roles.get(name, ())
+        clusters = list(by_task.values())
+        turns = [count for cluster in clusters for _, count in cluster]
+        found[name] = RoleSummary(
+            success=clustered_mean(
+                [float(reward >= success_reward - _TOLERANCE) for reward, _ in cluster] for cluster in clusters
+            ),
+            reward=clustered_mean([reward for reward, _ in cluster] for cluster in clusters),
+            turns=sum(turns) / max(1, len(turns)),
+        )
+    return found
 
 
 def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Sequence[int] = ()) -> Summary:

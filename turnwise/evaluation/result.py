@@ -73,6 +73,10 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     for name in sorted({name for s in summaries for name in s.by_source}):
         parts = [s.by_source.get(name) for s in summaries]
         _row(table, f"success, {name}", ["-" if part is None else _shown(part.success) for part in parts])
+    for name in sorted({name for s in summaries for name in s.by_role}):
+        roles = [s.by_role.get(name) for s in summaries]
+        _row(table, f"success of {name}", ["-" if role is None else _shown(role.success) for role in roles])
+        _row(table, f"reward of {name}", ["-" if role is None else _shown(role.reward) for role in roles])
     _row(table, "reward", [_shown(s.reward) for s in summaries])
     _row(table, "turns", [f"{s.turns:.2f}" for s in summaries])
     _row(table, "tokens sampled", [f"{s.sampled_tokens:.1f}" for s in summaries])

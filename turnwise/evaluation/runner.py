@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from turnwise.agents.roles import role_of
+from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalPlan
 from turnwise.evaluation.metrics import Summary, summarize
 from turnwise.evaluation.result import EvalResult
@@ -59,7 +61,7 @@ async def evaluate(
         on_group: Called with each group when it ends.
 
     Raises:
-        ConfigError: Nobody names any tasks.
+        ConfigError: Nobody names any tasks, or ``plan.role`` is no role of the episodes.
         TaskError: They cannot be loaded, or there are none.
     """
     started = time.monotonic()
@@ -97,4 +99,10 @@ async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Rend
 
 
 def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence[int]) -> Summary:
-    return summarize(groups, success_reward=plan.success_reward, pass_k=pass_k)
+    if plan.role is not None:
+        roles = {role_of(each.agent) for group in groups for each in group.trajectories}
+        if roles and plan.role not in roles:
+            raise ConfigError(
+                f"role is {plan.role!r}, which no episode had: their roles are {', '.join(sorted(roles))}"
+            )
+    return summarize(groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role)

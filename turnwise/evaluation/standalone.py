@@ -141,7 +141,7 @@ async def _watched(producer: RolloutProducer, config: EvalConfig, tasks: list[Ta
 
         def count(group: TrajectoryGroup) -> None:
             nonlocal ended, successes
-            rows = episode_rows(group.trajectories, success_reward=config.success_reward)
+            rows = episode_rows(group.trajectories, success_reward=config.success_reward, role=config.role)
             ended += len(rows)
             successes += sum(row.success for row in rows)
             share = f"{successes / ended:.2f}" if ended else "-"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from turnwise.agents.roles import Compare
 from turnwise.config import ConfigReference
 from turnwise.tools.config import ToolsConfig
 
@@ -69,7 +70,10 @@ class RolloutConfig(BaseModel):
     Attributes:
         env: The environment, unless a task names its own.
         agent: The agent, unless a task names its own.
-        group_size: Trajectories per task that are compared with each other.
+        group_size: Episodes per task, whose trajectories are compared with each other.
+        compare: With whom a session is compared where an episode has several: ``role``, with the sessions of its role
+            (what stands before the slash of its name); ``agent``, of exactly its name; ``together``, with all that are
+            trained.
         temperature: Sampling temperature of training rollouts.
         top_p: Nucleus mass in (0, 1].
         top_k: Keep the k likeliest tokens; 0 keeps all.
@@ -98,6 +102,7 @@ class RolloutConfig(BaseModel):
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")
     group_size: PositiveInt = 8
+    compare: Compare = "role"
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0

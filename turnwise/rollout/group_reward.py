@@ -18,6 +18,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
+from turnwise.agents.roles import TRAINED
 from turnwise.envs.core import Env
 from turnwise.envs.results import finite, named_numbers
 from turnwise.envs.rewards.core import call_function
@@ -77,18 +78,21 @@ class GroupRewarder:
     async def reward(self, task: Task, group: TrajectoryGroup) -> TrajectoryGroup:
         """Note what the function says of the members' main trajectories, and write the group.
 
+        Where an episode has no main session, the function is called for each role's trajectories that are compared
+        with each other.
+
         Returns:
             The group; without trajectories, all of them failed, where the function failed.
         """
-        members = [each for each in group.trajectories if each.agent == "main"]
         skipped = group.partition == "val" and not self._config.in_evaluation
-        if members and not skipped:
+        for members in _compared(group.trajectories) if not skipped else ():
             began = time.monotonic()
             try:
                 values = await self._values(task, members)
             except EnvError as error:
                 self.abandon(group.id, f"{type(error).__name__}: {error}", StopReason.ERROR)
-                return replace(group, trajectories=[], failed=group.failed + len(members))
+                episodes = {each.episode_id for each in group.trajectories}
+                return replace(group, trajectories=[], failed=group.failed + len(episodes))
             for member, named in zip(members, values, strict=True):
                 self._note(member, named)
                 member.metrics["group/seconds"] = time.monotonic() - began
@@ -143,3 +147,15 @@ class GroupRewarder:
             else {"group": finite(value, where)}
             for value in values
         ]
+
+
+def _compared(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Return the main trajectories as one list, else those of the trained policy by the group they are compared in."""
+    main = [each for each in trajectories if each.agent == "main"]
+    if main:
+        return [main]
+    groups: defaultdict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.policy == TRAINED:
+            groups[trajectory.group_id].append(trajectory)
+    return list(groups.values())

@@ -13,10 +13,11 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, ToolThreadLost, make_agent
+from turnwise.agents.rewards import check_owners
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
@@ -26,7 +27,8 @@ from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.local import LocalGateway
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.sessions import EpisodeSessions, metrics_of, turn_metrics
+from turnwise.rollout.outcome import session_trajectories
+from turnwise.rollout.sessions import EpisodeSessions
 from turnwise.tasks import Task
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.media import check_media
@@ -311,6 +313,7 @@ class EpisodeRunner:
         try:
             async with asyncio.timeout(self._config.score_timeout) as scope:
                 await episode.score()
+                check_owners(episode.rewards, episode.sessions)
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -354,31 +357,13 @@ class EpisodeRunner:
             seed=spec.env_seed,
             metrics=dict(run.metrics),
         )
-        if not run.sessions.opened:
-            return [blank]
-        result = []
-        for name, (session, policy) in sorted(run.sessions.opened.items(), key=lambda item: item[0] != "main"):
-            metrics = metrics_of(session, run.metrics)
-            if name == "main" and episode is not None:
-                metrics |= episode.metrics
-            events = [(r.turn_id, r.name, r.value) for r in episode.rewards if r.agent == name] if episode else []
-            trajectory = replace(
-                blank,
-                id=session.id,
-                # Sessions of one name are compared with each other: a solver is not compared with its critic.
-                group_id=spec.group_id if name == "main" else f"{spec.group_id}/{name}",
-                agent=name,
-                policy=policy,
-                reasoning=session.reasoning,
-                echo=session.echo,
-                recorded=session.recorded_as,
-                segments=session.segments(messages=self._config.save_messages),
-                rewards=events,
-                metrics=metrics,
-                turn_metrics=turn_metrics(session, name, episode),
-            )
-            result.append(trajectory)
-        return result
+        return session_trajectories(
+            blank,
+            run.sessions.opened,
+            episode,
+            compare=self._config.compare,
+            save_messages=self._config.save_messages,
+        )
 
 
 def _budget_spent(error: BaseException | None) -> BudgetSpent | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from turnwise.agents.roles import role_of
 from turnwise.trainer.advantages import advantage_fn
 from turnwise.trainer.config import AlgorithmConfig
 from turnwise.trainer.packing import TrainRow
@@ -42,8 +43,10 @@ def build_experience(
     """Turn groups into rows with advantages.
 
     A trajectory is one member of its group, however many branches (rows) it has: all of them carry its advantage.
-    Trajectories that an error ended are no members: a failure is not a reward. Who is compared with whom is decided
-    by ``Trajectory.group_id``, so sessions of different names within an episode are compared apart.
+    Trajectories that an error ended are no members: a failure is not a reward. Neither are those in which nothing was
+    sampled (the game ended before it was their turn): their reward says nothing of the policy. Who is compared with
+    whom is decided by ``Trajectory.group_id``: sessions of different roles within an episode are compared apart, unless
+    the run says otherwise, and what other policies did is compared with nothing.
 
     Args:
         groups: Finished groups.
@@ -57,7 +60,8 @@ def build_experience(
         TrainError: A reward is not finite.
     """
     mine = [each for group in groups for each in group.trajectories if each.policy == policy]
-    members = [each for each in mine if each.error is None]
+    whole = [each for each in mine if each.error is None]
+    members = [each for each in whole if each.sampled_tokens]
     numbers: dict[str, int] = {}
     index = torch.tensor([numbers.setdefault(each.group_id, len(numbers)) for each in members], dtype=torch.int64)
     rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
@@ -73,12 +77,13 @@ def build_experience(
         if not (dead[number] and config.drop_zero_variance):
             advantage = float(result.values[number])
             rows += [TrainRow(sample, advantage, temperature=temperature) for sample in samples.rows]
-    metrics = _trajectory_metrics(members, dead) | _source_metrics(groups, policy)
+    metrics = _trajectory_metrics(whole, dead) | _source_metrics(groups, policy) | _role_metrics(groups, policy)
     metrics |= {
         "batch/groups": float(result.groups),
         "batch/dead_groups": float(result.dead_groups),
-        "batch/trajectories": float(len(members)),
-        "batch/failed": float(len(mine) - len(members) + sum(group.failed for group in groups)),
+        "batch/trajectories": float(len(whole)),
+        "batch/silent": float(len(whole) - len(members)),
+        "batch/failed": float(len(mine) - len(whole) + sum(group.failed for group in groups)),
         "batch/rows": float(len(rows)),
         "batch/trained_tokens": float(sum(row.sample.trained_tokens for row in rows)),
         "batch/tokens": float(sum(len(row.sample.input_ids) for row in rows)),
@@ -100,8 +105,21 @@ def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str,
     return {f"reward/by_source/{name.replace('/', '_')}": mean for name, mean in means.items()}
 
 
+def _role_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
+    """Return mean rewards and turns by role, where episodes have several; a frozen policy's name stands behind its."""
+    roles: defaultdict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in (each for group in groups for each in group.trajectories if each.error is None):
+        name = role_of(trajectory.agent)
+        roles[name if trajectory.policy == policy else f"{name}@{trajectory.policy}"].append(trajectory)
+    metrics: dict[str, float] = {}
+    for name, found in sorted(roles.items()) if len(roles) > 1 else ():
+        metrics[f"reward/by_role/{name}"] = sum(each.reward for each in found) / len(found)
+        metrics[f"rollout/turns_by_role/{name}"] = sum(sum(1 for _ in each.turns()) for each in found) / len(found)
+    return metrics
+
+
 def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> dict[str, float]:
-    """Return means over trajectories, every trajectory counting once."""
+    """Return means over trajectories, every trajectory counting once; ``dead`` says it of those that are compared."""
     count = max(1, len(members))
     rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
     named: defaultdict[str, float] = defaultdict(float)
@@ -118,7 +136,7 @@ def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> 
         metrics |= {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(correction=0)),
-            "reward/informative": 1.0 - sum(dead) / count,
+            "reward/informative": (len(dead) - sum(dead)) / max(1, len(dead)),
         }
     metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(named.items())}
     return metrics | {f"stop/{name}": number / count for name, number in sorted(stops.items())}

@@ -113,3 +113,24 @@ def test_no_episodes_at_all() -> None:
     summary = summarize([TrajectoryGroup("a", "a", [], failed=4)])
     assert math.isnan(summary.success.mean)
     assert (summary.failed, summary.tasks) == (4, 0)
+
+
+def test_roles_have_figures_of_their_own() -> None:
+    members = [
+        trajectory("a", 0, 1.0, agent="solver/0"),
+        trajectory("a", 0, 0.0, agent="solver/1"),
+        trajectory("a", 0, 0.5, agent="proposer"),
+        trajectory("b", 0, 1.0, agent="solver/0"),
+        trajectory("b", 0, 1.0, agent="judge", policy="old"),
+    ]
+    groups = [TrajectoryGroup("g", "a", members)]
+    summary = summarize(groups)
+    assert {name: (each.success.mean, each.reward.mean, each.turns) for name, each in summary.by_role.items()} == {
+        "judge@old": (1.0, 1.0, 1.0), "proposer": (0.0, 0.5, 1.0), "solver": (pytest.approx(2 / 3), 2 / 3, 1.0),
+    }  # fmt: skip
+    # What a frozen policy got is none of the evaluated one's: 1 + 0 + 0.5 and 1.
+    assert [row.reward for row in summary.rows] == [1.5, 1.0]
+    # Of one role it is the mean over its sessions, so that 1 of 2 is half a success.
+    chosen = summarize(groups, role="solver")
+    assert [(row.reward, row.success) for row in chosen.rows] == [(0.5, False), (1.0, True)]
+    assert summarize([TrajectoryGroup("g", "a", [trajectory("a", 0, 1.0)])]).by_role == {}

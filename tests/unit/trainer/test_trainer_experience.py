@@ -109,6 +109,41 @@ def test_sessions_of_other_names_and_policies_are_apart() -> None:
     ]  # fmt: skip
 
 
+def test_several_sessions_of_a_role_are_one_ragged_group() -> None:
+    members = [
+        *(trajectory(f"a/solver/{n}", float(n), group="g/solver") for n in range(3)),
+        trajectory("b/solver/0", 5.0, group="g/solver"),
+        trajectory("a/proposer", 1.0, group="g/proposer"),
+        trajectory("b/proposer", 1.0, group="g/proposer", error="EnvError: x"),
+    ]
+    for member in members:
+        member.agent = member.id.partition("/")[2]
+    result = build(members)
+    # Mean of the solvers (0 + 1 + 2 + 5) / 4; the proposer's group has one member left, which teaches nothing.
+    assert [row.advantage for row in result.rows] == [-2.0, -1.0, 0.0, 3.0]
+    assert (result.metrics["batch/groups"], result.metrics["batch/dead_groups"]) == (2, 1)
+    assert result.metrics["reward/by_role/solver"] == 2.0
+    assert result.metrics["reward/by_role/proposer"] == 1.0
+    assert result.metrics["rollout/turns_by_role/solver"] == 1.0
+
+
+def test_what_a_frozen_policy_did_is_in_no_group_and_no_mean_but_its_own() -> None:
+    members = [trajectory("a", 1.0), trajectory("b", 0.0), trajectory("b/x", 100.0, group="g", policy="old")]
+    members[-1].agent = "x"
+    result = build(members)
+    assert [(row.sample.trajectory_id, row.advantage) for row in result.rows] == [("a", 0.5), ("b", -0.5)]
+    assert result.metrics["reward/mean"] == 0.5
+    assert result.metrics["reward/by_role/x@old"] == 100.0
+
+
+def test_who_never_spoke_is_compared_with_nobody() -> None:
+    silent = trajectory("c", 1.0)
+    silent.segments = []
+    result = build([trajectory("a", 1.0), trajectory("b", 0.0), silent])
+    assert [row.advantage for row in result.rows] == [0.5, -0.5]
+    assert (result.metrics["batch/trajectories"], result.metrics["batch/silent"]) == (3, 1)
+
+
 def test_cut_rows_are_counted() -> None:
     algorithm = AlgorithmConfig()
     group = TrajectoryGroup("g", "task", [trajectory("a", 1.0), trajectory("b", 0.0)])
@@ -125,5 +160,5 @@ def test_nothing_but_failures() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    result = build([trajectory("a", 1.0), trajectory("b", 0.0)])
+    result = build([trajectory("a", 1.0), trajectory("b", 0.0), trajectory("c", 0.0, policy="old")])
     assert [name for name in result.metrics if meaning(name) is None] == []
