@@ -31,13 +31,13 @@ from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import BatchRef, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import HeldOrder, load_tasks
 from turnwise.trainer.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trainer.experience import Experience, build_experience
 from turnwise.trainer.learner import Learner
-from turnwise.trainer.replay import LocalReplayBuffer
 from turnwise.trainer.update import update_policy
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 from turnwise.trajectory import TrajectoryGroup

@@ -69,6 +69,7 @@ class EvalConfig(EvalPlan):
         inference: How the model is served.
         out: Directory that the trajectories, the ledger and the summary are written to; by default a new one in
             ``runs/``.
+        custom: Handed to the extension (``rollout.agent_loop_manager_class``) as it is; nothing here reads it.
     """
 
     model: ConfigPath | None = Field(description="the directory of a Hugging Face model")
@@ -78,6 +79,7 @@ class EvalConfig(EvalPlan):
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
     out: ConfigPath | None = None
+    custom: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod

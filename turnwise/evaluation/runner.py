@@ -18,7 +18,7 @@ from turnwise.evaluation.result import EvalResult
 from turnwise.inference.core import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.managers import Rollouts
 from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
 from turnwise.tasks import LoadedTasks, Task, load_mix
 from turnwise.trajectory import TrajectoryGroup
@@ -44,7 +44,7 @@ def eval_requests(plan: EvalPlan, tasks: Sequence[Task], label: str = "") -> lis
 
 
 async def evaluate(
-    producer: RolloutProducer,
+    producer: Rollouts,
     plan: EvalPlan,
     *,
     tasks: Sequence[Task] | None = None,

@@ -31,7 +31,7 @@ from turnwise.inference.gateway.hosted_endpoint import Endpoint
 from turnwise.inference.gateway.hosted_renderer import TextRenderer
 from turnwise.inference.ledger import LedgerClient
 from turnwise.rollout.core import RolloutParts
-from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.managers import Rollouts, check_manager, create_manager
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -89,6 +89,7 @@ def _folder(config: EvalConfig) -> Path:
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     """Evaluate and return the figures; ``errors`` gets what ended episodes."""
+    check_manager(config.rollout, config.custom)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     described = renderer.describe()
     console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
@@ -112,8 +113,8 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
             if trajectory.error is not None:
                 errors.append(trajectory.error)
 
-        parts = RolloutParts(renderer, write=write, recover=model.recover)
-        producer = await RolloutProducer.create(config.rollout, client, None, parts)
+        parts = RolloutParts(renderer, write=write, recover=model.recover, custom=config.custom)
+        producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
         result = await _watched(producer, config, loaded.tasks, console)
         return replace(result, left_out=sum(report.dropped.total() for report in loaded.reports))
@@ -132,7 +133,7 @@ async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Mo
     return _Model(fleet.client, fleet.recover)
 
 
-async def _watched(producer: RolloutProducer, config: EvalConfig, tasks: list[Task], console: Console) -> EvalResult:
+async def _watched(producer: Rollouts, config: EvalConfig, tasks: list[Task], console: Console) -> EvalResult:
     """Evaluate with a bar that counts groups and successes."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:

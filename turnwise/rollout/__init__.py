@@ -2,6 +2,7 @@
 
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.managers import current_rollout
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 
@@ -17,4 +18,5 @@ __all__ = [
     "RolloutProducer",
     "RolloutRequest",
     "SpecConfig",
+    "current_rollout",
 ]

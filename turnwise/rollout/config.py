@@ -70,6 +70,8 @@ class RolloutConfig(BaseModel):
     Attributes:
         env: The environment, unless a task names its own.
         agent: The agent, unless a task names its own.
+        agent_loop_manager_class: The class that replaces the rollout manager, as ``pkg.module.Class``,
+            ``pkg.module:Class`` or ``path/to/file.py:Class``; by default the package's own.
         group_size: Episodes per task, whose trajectories are compared with each other.
         compare: With whom a session is compared where an episode has several: ``role``, with the sessions of its role
             (what stands before the slash of its name); ``agent``, of exactly its name; ``together``, with all that are
@@ -101,6 +103,7 @@ class RolloutConfig(BaseModel):
 
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")
+    agent_loop_manager_class: ConfigReference | None = None
     group_size: PositiveInt = 8
     compare: Compare = "role"
     temperature: Annotated[float, Field(ge=0)] = 1.0

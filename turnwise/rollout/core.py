@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import BaseModel
 
 from turnwise.errors import InferenceError
 from turnwise.inference.core import LLMClient, Renderer
@@ -53,6 +55,7 @@ class RolloutParts:
         recover: Awaited after an inference failure, before the episode is tried again. Raises when there is
             nothing left to wait for, which ends the run.
         custom: The free section of the configuration, untouched.
+        settings: The same section as the manager's ``custom_model``, where it names one.
     """
 
     renderer: Renderer
@@ -61,6 +64,7 @@ class RolloutParts:
     write: Callable[[Trajectory], None] | None = None
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
+    settings: BaseModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,17 @@ class ReplayBuffer(ABC):
 
 
 class RolloutManager(ABC):
-    """Turns tasks into groups of trajectories in a buffer."""
+    """Turns tasks into groups of trajectories in a buffer.
+
+    One written elsewhere is named by ``rollout.agent_loop_manager_class``. It puts one group into the buffer for each
+    request, with the request's task id and partition, in any order; ``buffer.fail`` says that no more will come.
+
+    Attributes:
+        custom_model: The pydantic model of the configuration's ``custom`` section, or None: it is checked by it before
+            anything starts, and handed over as ``parts.settings``.
+    """
+
+    custom_model: ClassVar[type[BaseModel] | None] = None
 
     @classmethod
     @abstractmethod

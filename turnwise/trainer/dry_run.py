@@ -21,6 +21,7 @@ from turnwise.errors import CheckpointError, ConfigError, EnvError, TurnwiseErro
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
 from turnwise.rollout.group_reward import GroupRewarder
+from turnwise.rollout.managers import check_manager
 from turnwise.rollout.task_checks import PromptLimit, check_specs, made_env, task_source
 from turnwise.tasks import SourceReport, Task, load_mix, open_order
 from turnwise.tools.core import Tool
@@ -243,7 +244,8 @@ class _Checker:
     async def agent(self) -> str:
         spec = self._config.rollout.agent
         make_agent(spec.name, **spec.config)
-        return spec.name
+        manager = check_manager(self._config.rollout, self._config.custom)
+        return spec.name if manager is None else f"{spec.name}, rolled out by {manager.__qualname__}"
 
     async def wrappers(self) -> str:
         # Around an environment of no episode: one that resets may write what it records.

@@ -28,8 +28,9 @@ from turnwise.inference.fleet import Fleet
 from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.renderer import save_format
 from turnwise.rollout.batches import BatchWriter
-from turnwise.rollout.core import RolloutParts
-from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.core import ReplayBuffer, RolloutParts
+from turnwise.rollout.managers import Rollouts, check_manager, create_manager
+from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, restore_rng
@@ -38,7 +39,6 @@ from turnwise.trainer.data import TaskStream, open_tasks
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
-from turnwise.trainer.replay import LocalReplayBuffer
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest, cpu_seconds
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
@@ -91,8 +91,8 @@ class TrainRun:
     tasks: TaskStream
     eval_tasks: list[Task]
     fleet: Fleet
-    buffer: LocalReplayBuffer
-    manager: RolloutProducer
+    buffer: ReplayBuffer
+    manager: Rollouts
     writer: WeightWriter
     batches: BatchWriter
     store: CheckpointStore
@@ -220,6 +220,7 @@ class _Start:
 
 async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> _Start:
     """Read everything that can be wrong; change nothing."""
+    check_manager(config.rollout, config.custom)
     digest = config_digest(config)
     store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
     if fresh:
@@ -281,7 +282,7 @@ async def _assemble(
         recover=fleet.recover,
         custom=config.custom,
     )
-    manager = await RolloutProducer.create(config.rollout, client, buffer, parts)
+    manager = await create_manager(config.rollout, client, buffer, parts)
     stack.push_async_callback(manager.close)
     display = stack.enter_context(
         LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=state.step)

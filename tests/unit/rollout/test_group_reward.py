@@ -21,9 +21,9 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.trainer.replay import LocalReplayBuffer
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason, ToolCall, text_of
 

@@ -17,11 +17,11 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.rollout.writer import TrajectoryWriter, read_trajectories
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.trainer.replay import LocalReplayBuffer
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason
 

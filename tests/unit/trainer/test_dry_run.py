@@ -195,3 +195,14 @@ def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pyt
 def test_every_training_config_of_the_examples_is_one(file: Path) -> None:
     loaded = load_config(TrainConfig, file)
     assert loaded.name == file.parent.name == yaml.safe_load(file.read_text())["name"]
+
+
+async def test_a_rollout_manager_from_elsewhere_is_looked_up(model: Path, tmp_path: Path) -> None:
+    rollout = {"env": {"name": "lookup"}, "group_size": 4}
+    for named, custom, found in (
+        ("support.outside_manager.PlainManager", {"at_once": 2}, "ok: react, rolled out by PlainManager"),
+        ("support.outside_manager.PlainManager", {"at_one": 2}, "did you mean at_once?"),
+        ("support.outside_manager.Plain", {}, "failed: rollout.agent_loop_manager_class"),
+    ):
+        changes = {"rollout": {**rollout, "agent_loop_manager_class": named}, "custom": custom}
+        assert found in by_name(await dry_run(config(model, tmp_path, **changes)))["agent"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from turnwise.errors import EngineDied, TrainError
-from turnwise.trainer.replay import LocalReplayBuffer
+from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 

@@ -1,0 +1,301 @@
+"""A rollout manager from elsewhere: how it is found and made, what it is held to, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.outside_manager import Dying, PlainManager
+from support.toy_renderer import ToyRenderer
+from turnwise.config import load_config
+from turnwise.errors import ConfigError, EnvError, TrainError, TurnwiseError
+from turnwise.evaluation import EvalPlan, evaluate
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout import RolloutConfig, RolloutManager, RolloutParts, RolloutProducer, RolloutRequest
+from turnwise.rollout.managers import check_manager, create_manager, current_rollout
+from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.tasks import Task
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+HERE = __name__
+
+
+def config(manager: str | None) -> RolloutConfig:
+    return load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "agent_loop_manager_class": manager})
+
+
+async def made(manager: str, *, buffer=None, write=None, custom: dict[str, Any] | None = None):
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, lambda request: f"answer {request.session_id}")
+    parts = RolloutParts(renderer, write=write, custom=custom or {})
+    return await create_manager(config(manager), client, buffer, parts)
+
+
+def requests(*ids: str, tag: str = "", size: int = 2) -> list[RolloutRequest]:
+    return [RolloutRequest(Task(each, "go"), 0, size, "val", None, tag) for each in ids]
+
+
+class Bare:
+    """What verl's document asks for: no base class, no close."""
+
+    @classmethod
+    async def create(cls, config, llm_client, teacher_client=None, reward_loop_worker_handles=None):
+        self = cls()
+        self.current, self.client = current_rollout(), llm_client
+        return self
+
+    def generate_sequences(self, prompts):
+        assert current_rollout() is self.current
+        self.tasks = [asyncio.create_task(self.one(each)) for each in prompts]
+
+    async def one(self, request):
+        await self.current.buffer.put(self.group(request))
+
+    def group(self, request):
+        name = f"{request.task.id}{request.tag}"
+        return TrajectoryGroup(name, request.task.id, [Trajectory(f"{name}/0", name, name, name)], request.partition)
+
+
+class Coroutine(Bare):
+    async def generate_sequences(self, prompts):
+        for each in prompts:
+            await self.one(each)
+
+
+class Synchronous(Bare):
+    @classmethod
+    def create(cls, **given):
+        self = cls()
+        self.given, self.current = given, current_rollout()
+        return self
+
+
+class Stranger(Bare):
+    def group(self, request):
+        return TrajectoryGroup("g", "another task", [], request.partition)
+
+
+class Twice(Bare):
+    async def one(self, request):
+        await super().one(request)
+        await super().one(request)
+
+
+class Junk(Bare):
+    def group(self, request):
+        return {"prompt_ids": [1], "response_ids": [2]}
+
+
+class Raising(Bare):
+    def generate_sequences(self, prompts):
+        raise KeyError("no such queue")
+
+
+class Failing(Bare):
+    @classmethod
+    async def create(cls, config):
+        raise OSError("no cluster")
+
+
+class Refusing(Bare):
+    @classmethod
+    async def create(cls, config):
+        raise EnvError("the pool is empty")
+
+
+class Elsewhere(Bare):
+    @classmethod
+    async def create(cls):
+        return None
+
+
+class Wanting(Bare):
+    @classmethod
+    async def create(cls, config, cluster):
+        raise AssertionError
+
+
+class Method(Bare):
+    async def create(self, config):
+        raise AssertionError
+
+
+class Deaf:
+    @classmethod
+    async def create(cls, config):
+        return cls()
+
+
+class WrongModel(Bare):
+    custom_model = dict
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Manager", "'Manager' is no reference: write pkg.mod:Name"),
+        ("no_such_package.Manager", "there is no module 'no_such_package'"),
+        (f"{HERE}.Bear", "has no 'Bear'; did you mean 'Bare'?"),
+        (f"{HERE}.config", "is a function, not a class"),
+        (f"{HERE}.Deaf", "is no rollout manager, for want of generate_sequences"),
+        (f"{HERE}.WrongModel", "custom_model is <class 'dict'>, not a pydantic model"),
+    ],
+)
+def test_what_cannot_be_a_manager_is_refused_before_anything_starts(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_manager(config(name), {})
+    assert str(error.value).startswith(f"rollout.agent_loop_manager_class '{name}'")
+    assert said in str(error.value)
+
+
+def test_a_file_beside_the_configuration_may_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("from support.outside_manager import PlainManager\n")
+    monkeypatch.chdir(tmp_path)
+    assert check_manager(config("mine.py:PlainManager"), {}) is PlainManager
+    assert check_manager(config(None), {"anything": 1}) is None
+
+
+def test_its_own_model_checks_the_custom_section() -> None:
+    named = config("support.outside_manager.PlainManager")
+    assert check_manager(named, {"at_once": 3}) is PlainManager
+    with pytest.raises(ConfigError, match=r"custom, as support.outside_manager.PlainManager reads it") as error:
+        check_manager(named, {"at_onc": 3})
+    assert "did you mean at_once?" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Failing", "create failed: OSError: no cluster"),
+        ("Elsewhere", "create returned None, not a Elsewhere"),
+        ("Wanting", "create wants cluster, which nobody has; it may name config, client, llm_client"),
+        ("Method", "create wants self, which nobody has: it must be a class method"),
+    ],
+)
+async def test_a_create_that_fails_is_an_error_of_the_configuration(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{HERE}.{name}") as error:
+        await made(f"{HERE}.{name}")
+    assert said in str(error.value)
+
+
+async def test_an_error_of_ours_passes_as_it_is() -> None:
+    with pytest.raises(EnvError, match="the pool is empty"):
+        await made(f"{HERE}.Refusing")
+
+
+async def test_without_a_class_the_package_s_own_rolls_out() -> None:
+    renderer = ToyRenderer()
+    found = await create_manager(config(None), ScriptedClient(renderer, []), None, RolloutParts(renderer))
+    assert isinstance(found, RolloutProducer)
+    await found.close()
+
+
+@pytest.mark.parametrize("name", ["Bare", "Coroutine", "Synchronous"])
+async def test_groups_come_back_in_the_order_of_the_requests(name: str) -> None:
+    written: list[Trajectory] = []
+    seen: list[str] = []
+    manager = await made(f"{HERE}.{name}", write=written.append)
+    try:
+        asked = [*requests("b", "a", tag="x"), *requests("b", "c", tag="y")]
+        groups = await manager.gather(asked, lambda group: seen.append(group.id))
+    finally:
+        await manager.close()
+    assert [group.id for group in groups] == ["bx", "ax", "by", "cy"]
+    assert sorted(seen) == ["ax", "bx", "by", "cy"]
+    assert sorted(each.id for each in written) == ["ax/0", "bx/0", "by/0", "cy/0"], "it wrote none itself: we did"
+
+
+async def test_create_with_any_keywords_gets_our_names() -> None:
+    manager = await made(f"{HERE}.Synchronous", custom={"queue": {"size": 3}})
+    given = manager._inner.given
+    assert set(given) == {"config", "client", "buffer", "parts"}
+    assert given["parts"].custom == {"queue": {"size": 3}}
+    assert given["parts"].settings is None
+    await manager.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Stranger", "task 'another task' into partition 'val' though nobody asked for it"),
+        ("Twice", "task 'a' into partition 'val' a second time"),
+        ("Junk", "was given {'prompt_ids': [1], 'response_ids': [2]} where a TrajectoryGroup belongs"),
+        ("Raising", "Raising.generate_sequences raised KeyError: 'no such queue'"),
+    ],
+)
+async def test_a_manager_that_breaks_its_contract_ends_the_run(name: str, said: str) -> None:
+    manager = await made(f"{HERE}.{name}")
+    async with asyncio.timeout(20):
+        with pytest.raises(TrainError) as error:
+            await manager.gather(requests("a", "b"))
+    await manager.close()
+    assert said in str(error.value)
+
+
+async def test_two_tasks_of_one_id_cannot_be_told_apart() -> None:
+    manager = await made(f"{HERE}.Bare")
+    with pytest.raises(TurnwiseError, match="1 tasks have an id that another one has"):
+        await manager.gather(requests("a", "a"))
+    await manager.close()
+
+
+async def test_a_manager_that_dies_ends_who_waits_for_it() -> None:
+    buffer = LocalReplayBuffer()
+    manager = await made(f"support.outside_manager.{Dying.__name__}", buffer=buffer, custom={"at_once": 2})
+    manager.generate_sequences([RolloutRequest(Task(str(n), "go"), group_size=2) for n in range(4)])
+    async with asyncio.timeout(20):
+        with pytest.raises(TrainError, match="Dying: a task that it started raised RuntimeError: the scheduler lost"):
+            await buffer.sample(1, "train", 4)
+    await manager.close()
+
+
+class Endless(Bare):
+    ended = False
+
+    async def one(self, request):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            type(self).ended = True
+
+
+async def test_closing_cancels_what_it_started_although_it_has_no_close() -> None:
+    manager = await made(f"{HERE}.Endless")
+    manager.generate_sequences(requests("a"))
+    await asyncio.sleep(0)
+    await manager.close()
+    assert Endless.ended
+
+
+async def test_it_is_evaluated_with_the_same_figures_as_the_package_s_own() -> None:
+    plan = EvalPlan(tasks="turnwise.envs.lookup:tasks?n=4&split=test", samples=3)
+    figures = []
+    for name in (None, "support.outside_manager.PlainManager"):
+        manager = await made(name)
+        try:
+            figures.append(await evaluate(manager, plan))
+        finally:
+            await manager.close()
+    own, outside = figures
+    assert own.sampled is not None
+    assert outside.sampled is not None
+    assert outside.sampled.success == own.sampled.success
+    assert outside.sampled.stop_reasons == own.sampled.stop_reasons
+    assert own.sampled.success.episodes == 12
+
+
+def test_current_rollout_says_where_it_may_be_asked() -> None:
+    with pytest.raises(TurnwiseError, match=r"ask in create\(\) or generate_sequences\(\)"):
+        current_rollout()
+
+
+def test_the_contract_alone_makes_no_manager() -> None:
+    class Half(RolloutManager):
+        def generate_sequences(self, requests):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="abstract"):
+        Half()  # type: ignore[abstract]

@@ -1,0 +1,387 @@
+"""Which rollout manager a run has, and what one that was written elsewhere is held to.
+
+Owns: :func:`create_manager`, :func:`check_manager`, :func:`current_rollout`, and :class:`OutsideManager`, the one place
+where a class of the user's is called as a rollout manager. Refuses: rolling out (``producer.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Protocol, Self, TypeAlias
+
+from pydantic import BaseModel
+
+from turnwise.config import load_config
+from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown
+from turnwise.inference.core import LLMClient, Renderer
+from turnwise.references import load_class_from_fqn
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+KEY = "rollout.agent_loop_manager_class"
+OnGroup: TypeAlias = Callable[[TrajectoryGroup], None]
+
+
+class Rollouts(Protocol):
+    """What training and evaluation ask of a rollout manager: the contract, and the groups of an evaluation."""
+
+    @property
+    def config(self) -> RolloutConfig:
+        """What is rolled out, and how."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """Messages to ids and back."""
+
+    def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
+        """Start rolling out; finished groups arrive in the buffer."""
+
+    async def gather(
+        self, requests: Sequence[RolloutRequest], on_group: OnGroup | None = None
+    ) -> list[TrajectoryGroup]:
+        """Roll out and return the groups in the order of the requests."""
+
+    async def close(self) -> None:
+        """Cancel what runs and release everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentRollout:
+    """What a rollout manager works for.
+
+    Attributes:
+        buffer: Where it puts finished groups.
+        parts: What else the run hands over.
+    """
+
+    buffer: ReplayBuffer
+    parts: RolloutParts
+
+
+_CURRENT: contextvars.ContextVar[CurrentRollout] = contextvars.ContextVar("turnwise_current_rollout")
+
+
+def current_rollout() -> CurrentRollout:
+    """Return what the manager that is being made works for.
+
+    For classes whose ``create`` has no parameters for it, as in verl, where a queue is imported instead. Valid in
+    ``create`` and ``generate_sequences``, and in the tasks that these start.
+
+    Raises:
+        TurnwiseError: No manager is being made or asked.
+    """
+    found = _CURRENT.get(None)
+    if found is None:
+        raise TurnwiseError(
+            f"current_rollout() was called where no rollout manager works: ask in create() or generate_sequences() of "
+            f"the class that {KEY} names"
+        )
+    return found
+
+
+def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any] | None:
+    """See that the configured manager is there and takes the ``custom`` section; return its class, if one is named.
+
+    Raises:
+        ConfigError: It cannot be loaded, is no rollout manager, or refuses the section.
+    """
+    reference = config.agent_loop_manager_class
+    if reference is None:
+        return None
+    found = load_class_from_fqn(reference, KEY)
+    missing = [name for name in ("create", "generate_sequences") if not callable(_attribute(found, name))]
+    if missing:
+        raise ConfigError(
+            f"{KEY} {reference!r} is no rollout manager, for want of {' and '.join(missing)}: write create(config, "
+            "client, buffer, parts) as a class method and generate_sequences(requests), or subclass "
+            "turnwise.RolloutManager"
+        )
+    _settings(found, reference, custom)
+    return found
+
+
+async def create_manager(
+    config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
+) -> Rollouts:
+    """Make the rollout manager of a run: the package's own, or the one that the configuration names.
+
+    Args:
+        config: What is rolled out; may name the class.
+        client: Who samples.
+        buffer: Where finished groups wait; None where the run only gathers (a manager from elsewhere then gets a
+            buffer of its own).
+        parts: What else the run hands over.
+
+    Raises:
+        ConfigError: The class cannot be used, or making it failed.
+        TurnwiseError: What its ``create`` raised.
+    """
+    if config.agent_loop_manager_class is None:
+        return await RolloutProducer.create(config, client, buffer, parts)
+    return await OutsideManager.create(config, client, buffer, parts)
+
+
+class OutsideManager(RolloutManager):
+    """A manager of the user's, and what the package sees to around it.
+
+    Each group that it puts is looked at; trajectories that it has not written itself are written then, so that what is
+    trained is on disk. A task that its ``generate_sequences`` started and that dies ends the run with its error, and is
+    cancelled when the run ends. It is evaluated through the buffer.
+    """
+
+    def __init__(self, inner: Any, config: RolloutConfig, current: CurrentRollout) -> None:
+        self._inner = inner
+        self._config = config
+        self._current = current
+        self._started: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    async def create(
+        cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
+    ) -> Self:
+        """Make the manager that the configuration names.
+
+        Raises:
+            ConfigError: It cannot be used, or its ``create`` failed.
+            TurnwiseError: What its ``create`` raised.
+        """
+        reference = config.agent_loop_manager_class
+        found = check_manager(config, parts.custom)
+        if reference is None or found is None:
+            raise ConfigError(f"{KEY} is missing")
+        checked = _CheckedBuffer(buffer or LocalReplayBuffer(), parts.write)
+        parts = replace(parts, write=checked.write, settings=_settings(found, reference, parts.custom))
+        current = CurrentRollout(checked, parts)
+        create: Callable[..., Any] = _attribute(found, "create")
+        arguments = _arguments(create, reference, config, client, current)
+        token = _CURRENT.set(current)
+        try:
+            made = create(**arguments)
+            inner = await made if inspect.isawaitable(made) else made
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{KEY} {reference!r}: create failed: {type(error).__name__}: {error}") from error
+        finally:
+            _CURRENT.reset(token)
+        if not isinstance(inner, found):
+            raise ConfigError(f"{KEY} {reference!r}: create returned {shown(inner)}, not a {found.__qualname__}")
+        return cls(inner, config, current)
+
+    @property
+    def config(self) -> RolloutConfig:
+        """What is rolled out, and how."""
+        return self._config
+
+    @property
+    def renderer(self) -> Renderer:
+        """Messages to ids and back."""
+        return self._current.parts.renderer
+
+    def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
+        """Ask the manager to start rolling out.
+
+        Raises:
+            TurnwiseError: It raised.
+        """
+        before = asyncio.all_tasks()
+        token = _CURRENT.set(self._current)
+        try:
+            started = self._inner.generate_sequences(list(requests))
+            if inspect.iscoroutine(started):
+                # Written as ``async def``: it does not block the run for that.
+                self._started.add(asyncio.ensure_future(started))
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            raise TrainError(f"{self._name}.generate_sequences raised {type(error).__name__}: {error}") from error
+        finally:
+            _CURRENT.reset(token)
+        for task in asyncio.all_tasks() - before:
+            self._started.add(task)
+            task.add_done_callback(self._ended)
+
+    async def gather(
+        self, requests: Sequence[RolloutRequest], on_group: OnGroup | None = None
+    ) -> list[TrajectoryGroup]:
+        """Roll out through the buffer and return the groups in the order of the requests.
+
+        Requests of one tag and epoch are one batch: within it groups are told apart by their task.
+
+        Raises:
+            TurnwiseError: The manager ended, a task is requested twice, or a group is of another task.
+        """
+        found: list[TrajectoryGroup] = []
+        for _, batch in groupby(requests, key=lambda request: (request.partition, request.epoch, request.tag)):
+            found += await self._batch(list(batch), on_group)
+        return found
+
+    async def _batch(self, requests: list[RolloutRequest], on_group: OnGroup | None) -> list[TrajectoryGroup]:
+        wanted = {request.task.id for request in requests}
+        if len(wanted) < len(requests):
+            raise TurnwiseError(
+                f"{len(requests) - len(wanted)} tasks have an id that another one has: their groups could not be told "
+                "apart"
+            )
+        buffer, partition = self._current.buffer, requests[0].partition
+        found: dict[str, TrajectoryGroup] = {}
+        self.generate_sequences(requests)
+        while len(found) < len(requests):
+            ref, _ = await buffer.sample(0, partition, 1)
+            [group] = await buffer.fetch(ref)
+            await buffer.release(ref)
+            if group.task_id not in wanted or group.task_id in found:
+                what = "a second time" if group.task_id in found else "though nobody asked for it"
+                raise TrainError(
+                    f"{self._name} put a group of task {group.task_id!r} into partition {partition!r} {what}: each "
+                    "request has exactly one group, with the request's task id"
+                )
+            found[group.task_id] = group
+            if on_group is not None:
+                on_group(group)
+        return [found[request.task.id] for request in requests]
+
+    async def close(self) -> None:
+        """Close the manager, where it can be closed, and cancel what its ``generate_sequences`` started."""
+        for task in self._started:
+            task.remove_done_callback(self._ended)
+        close = _attribute(type(self._inner), "close")
+        try:
+            if callable(close):
+                closing = self._inner.close()
+                if inspect.isawaitable(closing):
+                    await closing
+        finally:
+            left = [task for task in self._started if not task.done()]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            self._started.clear()
+
+    @property
+    def _name(self) -> str:
+        return type(self._inner).__qualname__
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._started.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, TurnwiseError):
+            self._current.buffer.fail(error)
+        elif error is not None:
+            failure = TrainError(f"{self._name}: a task that it started raised {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._current.buffer.fail(failure)
+
+
+class _CheckedBuffer(ReplayBuffer):
+    """A buffer that looks at what a manager from elsewhere puts into it, and writes what that did not write."""
+
+    def __init__(self, inner: ReplayBuffer, write: Callable[[Trajectory], None] | None) -> None:
+        self._inner = inner
+        self._write = write
+        # Only of groups that have not been put yet.
+        self._written: set[str] = set()
+
+    def write(self, trajectory: Trajectory) -> None:
+        """Write a trajectory, and remember that it is written."""
+        self._written.add(trajectory.id)
+        if self._write is not None:
+            self._write(trajectory)
+
+    async def put(self, group: TrajectoryGroup) -> None:
+        """Take a finished group.
+
+        Raises:
+            TrainError: It is none, or its trajectories are.
+        """
+        for value, kind in [(group, TrajectoryGroup), *((each, Trajectory) for each in _members(group))]:
+            if not isinstance(value, kind):
+                raise TrainError(
+                    f"the replay buffer was given {shown(value)} where a {kind.__name__} belongs: put TrajectoryGroups "
+                    "of Trajectories, whose segments a Session recorded"
+                )
+        for trajectory in group.trajectories:
+            if trajectory.id not in self._written:
+                self.write(trajectory)
+            self._written.discard(trajectory.id)
+        await self._inner.put(group)
+
+    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
+        """Wait for and hand out groups."""
+        return await self._inner.sample(global_steps, partition_id, batch_size)
+
+    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
+        """Return the groups of a batch."""
+        return await self._inner.fetch(ref, fields)
+
+    async def release(self, ref: BatchRef) -> None:
+        """Forget a batch."""
+        await self._inner.release(ref)
+
+    def fail(self, error: BaseException) -> None:
+        """Make every waiting and later ``sample`` raise."""
+        self._inner.fail(error)
+
+
+def _members(group: Any) -> Iterator[Any]:
+    if isinstance(group, TrajectoryGroup):
+        yield from group.trajectories
+
+
+def _attribute(cls: type[Any], name: str) -> Any:
+    """Return what a class of the user's has under a name, or None."""
+    return getattr(cls, name, None)
+
+
+def _settings(cls: type[Any], reference: str, custom: Mapping[str, Any]) -> BaseModel | None:
+    model = _attribute(cls, "custom_model")
+    if model is None:
+        return None
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise ConfigError(f"{KEY} {reference!r}: custom_model is {shown(model)}, not a pydantic model")
+    try:
+        return load_config(model, defaults=custom)
+    except ConfigError as error:
+        raise ConfigError(f"custom, as {reference} reads it: {error}") from error
+
+
+def _arguments(
+    create: Callable[..., Any], reference: str, config: RolloutConfig, client: LLMClient, current: CurrentRollout
+) -> dict[str, Any]:
+    """Return what ``create`` is called with: what it names, under our names or those that verl has for them."""
+    offered: dict[str, Any] = {
+        "config": config,
+        "client": client,
+        "llm_client": client,
+        "buffer": current.buffer,
+        "replay_buffer": current.buffer,
+        "parts": current.parts,
+    }
+    parameters = inspect.signature(create).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        named = {each.name for each in parameters}
+        second = {"client": "llm_client", "buffer": "replay_buffer"}
+        ours = {ours for ours, theirs in second.items() if theirs not in named}
+        return {name: value for name, value in offered.items() if name in named | ours | {"config", "parts"}}
+    unknown = [
+        each.name
+        for each in parameters
+        if each.name not in offered and each.default is each.empty and each.kind is not each.VAR_POSITIONAL
+    ]
+    if unknown:
+        hint = ": it must be a class method" if unknown[0] == "self" else ""
+        raise ConfigError(
+            f"{KEY} {reference!r}: create wants {', '.join(unknown)}, which nobody has{hint}; it may name "
+            f"{', '.join(offered)}, and others with a default"
+        )
+    return {each.name: offered[each.name] for each in parameters if each.name in offered}
