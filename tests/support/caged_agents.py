@@ -224,6 +224,7 @@ async def caged(
             log_config=None,
             lifespan="off",
             access_log=False,
+            ws="none",
             timeout_graceful_shutdown=1,
         )
     )

@@ -117,5 +117,5 @@ async def serving(
 def _options(app: GatewayApp, limits: GatewayLimits) -> uvicorn.Config:
     protocol = guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds)
     return uvicorn.Config(
-        app, log_config=None, lifespan="off", http=protocol, access_log=False, timeout_graceful_shutdown=1
+        app, log_config=None, lifespan="off", http=protocol, ws="none", access_log=False, timeout_graceful_shutdown=1
     )

@@ -61,7 +61,9 @@ async def listening(app: Any) -> AsyncIterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(2048)
-        config = uvicorn.Config(app, log_config=None, lifespan="off", access_log=False, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app, log_config=None, lifespan="off", ws="none", access_log=False, timeout_graceful_shutdown=1
+        )
         server = uvicorn.Server(config)
         running = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:

@@ -122,7 +122,12 @@ class EnvServer:
         listener = _bind(host, port)
         app = self.server().streamable_http_app(host=host, session_idle_timeout=IDLE_S)
         config = uvicorn.Config(
-            _Sessions(app, self), log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1
+            _Sessions(app, self),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            ws="none",
+            timeout_graceful_shutdown=1,
         )
         listener.listen(128)
         shown = f"[{host}]" if ":" in host else host
