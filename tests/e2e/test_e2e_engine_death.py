@@ -137,6 +137,7 @@ async def test_with_retries_of_requests_no_episode_notices(lookup_model: Path, t
     assert audit_run(tmp_path / "run", console=silent()).contradictions == []
 
 
+@pytest.mark.long
 async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(lookup_model: Path, tmp_path: Path) -> None:
     changes = {"steps": 3, "checkpoint": {"every": 10}, "inference": {"retries": 0}}
 
@@ -161,6 +162,7 @@ async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(lookup_
     assert audit_run(run_dir, console=silent()).contradictions == []
 
 
+@pytest.mark.long
 async def test_a_server_that_dies_while_it_gets_weights_gets_them_again(lookup_model: Path, tmp_path: Path) -> None:
     """Nobody samples then: the weight update is the first to notice."""
     config = train_config(lookup_model, tmp_path, steps=1)
@@ -188,6 +190,7 @@ async def test_a_server_that_dies_while_it_gets_weights_gets_them_again(lookup_m
     assert float(answer.logprobs[0]) == pytest.approx(float(torch.log_softmax(logits, -1).max()), abs=1e-4)
 
 
+@pytest.mark.long
 async def test_a_restarted_server_samples_nothing_before_its_last_weights_are_back(
     lookup_model: Path, tmp_path: Path
 ) -> None:
