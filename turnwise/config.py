@@ -147,6 +147,8 @@ def load_config(
     path: str | Path | Sequence[str | Path] | None = None,
     overrides: Sequence[str] = (),
     defaults: Mapping[str, Any] | None = None,
+    *,
+    root: str | None = None,
 ) -> ModelT:
     """Read, merge and check a configuration.
 
@@ -158,6 +160,7 @@ def load_config(
         path: A YAML file, several of them, or None.
         overrides: ``dotted.path=value`` with the value in YAML (``optim.lr=1e-4``, ``evals.0.n=4``, ``a=[1, 2]``).
         defaults: Values below every file.
+        root: The key that a file means which holds a list; None: a file must not.
 
     Raises:
         ConfigError: Every problem that was found, with its path, its value, where it was said and the remedy.
@@ -167,7 +170,7 @@ def load_config(
     origins: dict[Keys, str] = {}
     for file in files:
         source = Path(file)
-        content, lines = _read_yaml(source)
+        content, lines = _read_yaml(source, root)
         data = _merge(data, _Located.wrap(content, source.absolute().parent))
         origins |= lines
     for text in overrides:
@@ -200,7 +203,7 @@ def dump_config(config: BaseModel) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
+def _read_yaml(file: Path, root: str | None) -> tuple[dict[str, Any], dict[Keys, str]]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -222,6 +225,8 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
         loader.dispose()
     if content is None:
         return {}, {}
+    if root is not None and isinstance(content, list):
+        return {root: content}, dict(_lines(node, file, (root,)))
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: holds {shown(content)}; a config file holds 'key: value' pairs")
     return content, dict(_lines(node, file, ()))

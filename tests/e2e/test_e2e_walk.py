@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config
-from turnwise.agents.core import Agent, register_agent
+from turnwise.agents.core import Agent
+from turnwise.agents.registry import register_agent
 from turnwise.cli import main
 from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.inference.ledger import read_ledger

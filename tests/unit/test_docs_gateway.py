@@ -11,7 +11,7 @@ import pytest
 
 from support.chat_models import renderer_for
 from support.gateway_server import ADMIN_HEADERS, serving
-from turnwise.agents.core import register_agent
+from turnwise.agents.registry import register_agent
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.gateway.config import GatewayConfig, GatewayLimits
 from turnwise.inference.gateway.settings import SETTINGS

@@ -1,13 +1,12 @@
 """The contract of agents: what runs in an episode, and what it is given.
 
-Owns: :class:`Agent`, :class:`Episode` and the registry of agent names. Refuses: resetting and closing environments,
-catching errors and making trajectories; that is ``rollout/runner.py``.
+Owns: :class:`Agent` and :class:`Episode`. Refuses: resetting and closing environments, catching errors and making
+trajectories (``rollout/runner.py``), and the names of agents (``registry.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -18,18 +17,18 @@ from turnwise.agents.rewards import Reward as Reward
 from turnwise.agents.rewards import finite
 from turnwise.agents.roles import TRAINED, check_name
 from turnwise.agents.room import fit_messages, room_for_answers
-from turnwise.envs.core import Env, StepResult, invoke
+from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, BudgetSpent, EnvError, RegistryError
+from turnwise.errors import AgentError, BudgetSpent, EnvError
 from turnwise.inference.session import Session
-from turnwise.references import load_object
 from turnwise.tasks import Task
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
     from turnwise.tools.response import ToolResponse
 
+T = TypeVar("T")
 OpenSession = Callable[[str, str], Session]
 OpenAddress = Callable[[Session], Awaitable[str]]
 
@@ -59,6 +58,9 @@ class Episode:
     """What an agent is given. Made by the runner, which resets the environment before and closes it after.
 
     Attributes:
+        id: Names the episode in this run; each attempt at a task is an episode of its own.
+        partition: ``train`` or ``val``.
+        attempt: 0 at first, counted up when an infrastructure failure ended the one before.
         task: The dataset row.
         seed: The seed with which the environment was reset.
         observation: Messages that ``reset`` returned: the beginning of the conversation.
@@ -69,6 +71,8 @@ class Episode:
         rewards: Reward events so far.
         metrics: Counts and times so far.
         turn_metrics: Those that one turn brought, by session and turn id.
+        rewarded: Whether the agent says itself what the episode is worth (:meth:`reward`): the environment is not
+            asked to score it.
     """
 
     def __init__(
@@ -85,7 +89,13 @@ class Episode:
         open_address: OpenAddress | None = None,
         deadline: float | None = None,
         executor: Executor | None = None,
+        id: str = "",  # noqa: A002 - the field's name for it
+        partition: str = "train",
+        attempt: int = 0,
     ) -> None:
+        self.id = id
+        self.partition = partition
+        self.attempt = attempt
         self.task = task
         self.seed = seed
         self.observation = list(observation)
@@ -97,6 +107,7 @@ class Episode:
         self.metrics: dict[str, float] = {}
         self.turn_metrics: dict[tuple[str, str], dict[str, float]] = {}
         self.scored = False
+        self.rewarded = False
         self.ended = False
         self.stop_reason = StopReason.COMPLETED
         self.final: Message | None = None
@@ -249,6 +260,30 @@ class Episode:
         finite(f"episode.note: reward {name!r}", value)
         self.rewards.append(Reward(agent, turn_id, name, float(value)))
 
+    def reward(self, value: float, turn_id: str | None = None, *, name: str = "reward", agent: str = "main") -> None:
+        """Say what the episode is worth, or with a turn what that was worth, in the place of the environment.
+
+        The environment is not asked to score the episode any more. Rewards add up.
+
+        Raises:
+            AgentError: The environment has scored the episode already, or the value is not finite.
+        """
+        if self.scored:
+            raise AgentError(
+                f"episode.reward: the environment has scored this episode already, so {value} cannot be its reward: "
+                "leave it out, or note it beside the score (episode.note)"
+            )
+        self.note(name, value, turn_id, agent=agent)
+        self.rewarded = True
+
+    async def in_thread(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run a plain function in one of the run's threads, and return what it returns.
+
+        A thread cannot be stopped. Where the episode ends first, it is given up and counted, as a tool's would be.
+        """
+        result: T = await in_thread(self._env, function, args, kwargs)
+        return result
+
     def count(self, metrics: Mapping[str, float], turn_id: str | None = None, *, agent: str = "main") -> None:
         """Add to the episode's metrics, and to those of a turn where one is named.
 
@@ -287,6 +322,8 @@ class Episode:
             if failure is not None:
                 raise failure
         self.scored = True
+        if self.rewarded:
+            return
         parts: ScoreParts = await invoke(self._env, "score", self.answer(), executor=self._executor)
         for name, value in parts.items():
             self.note(name, value)
@@ -348,51 +385,3 @@ class Agent(ABC):
         Raises:
             BudgetSpent: From ``session.chat``; let it pass, the runner knows what it means.
         """
-
-
-AgentClass = TypeVar("AgentClass", bound=type[Agent])
-_AGENTS: dict[str, type[Agent] | str] = {
-    "react": "turnwise.agents.react:ReActAgent",
-    "single_turn": "turnwise.agents.single_turn:SingleTurnAgent",
-}
-
-
-def register_agent(name: str) -> Callable[[AgentClass], AgentClass]:
-    """Register an agent class under a name, as a decorator.
-
-    Raises:
-        RegistryError: The name is taken by another class.
-    """
-
-    def register(cls: AgentClass) -> AgentClass:
-        taken = _AGENTS.get(name)
-        reference = f"{cls.__module__}:{cls.__qualname__}"
-        known = taken if isinstance(taken, str) else taken and f"{taken.__module__}:{taken.__qualname__}"
-        if known is not None and known != reference:
-            raise RegistryError(f"agent name {name!r} is taken by {known}; {reference} needs another name")
-        _AGENTS[name] = cls
-        return cls
-
-    return register
-
-
-def make_agent(name: str, **config: Any) -> Agent:
-    """Make an agent by its registered name or a reference such as ``pkg.mod:Class``.
-
-    Raises:
-        RegistryError: No agent has that name.
-        ConfigError: The reference cannot be loaded.
-        AgentError: It is no Agent, or refuses the configuration.
-    """
-    found = _AGENTS.get(name)
-    if found is None and not any(mark in name for mark in ":./"):
-        close = difflib.get_close_matches(name, _AGENTS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise RegistryError(f"no agent is called {name!r}{hint} Known: {', '.join(sorted(_AGENTS))}")
-    cls = load_object(found or name, "agent") if found is None or isinstance(found, str) else found
-    if not (isinstance(cls, type) and issubclass(cls, Agent)):
-        raise AgentError(f"agent {name!r} is {cls!r}, not a subclass of turnwise.Agent")
-    try:
-        return cls(**config)
-    except TypeError as error:
-        raise AgentError(f"agent {name!r} refuses its configuration {config}: {error}") from error

@@ -54,6 +54,7 @@ _ENVS: dict[str, _Entry] = {
     "search": _Entry("turnwise.envs.search:SearchEnv", {}),
     "single_turn": _Entry("turnwise.envs.single_turn:SingleTurnEnv", {}),
     "sql": _Entry("turnwise.envs.sql:SqlEnv", {}),
+    "task": _Entry("turnwise.envs.task:TaskEnv", {}),
     "tool": _Entry("turnwise.envs.task_tools:TaskToolEnv", {}),
 }
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from turnwise.agents.roles import Compare
-from turnwise.config import ConfigReference
+from turnwise.config import ConfigPath, ConfigReference
 from turnwise.tools.config import ToolsConfig
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -25,6 +25,43 @@ class NamedConfig(BaseModel):
 
     name: ConfigReference
     config: dict[str, Any] = Field(default_factory=dict)
+
+
+class AgentEntry(BaseModel):
+    """One agent of an ``agent_loop_config_path`` file.
+
+    Attributes:
+        name: What tasks and ``rollout.agent`` call it. It may be that of a registered agent, which it then hides.
+        target: What it is: ``pkg.module:Class``, ``pkg.module:function``, ``path/to/file.py:Class``, or a registered
+            name. ``_target_`` and ``class`` mean the same.
+        config: Its configuration. Further keys of the entry, as other tools write them, are part of it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(pattern=r"^[^:./]+$")]
+    target: ConfigReference
+    config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled(cls, data: Any) -> Any:
+        """Read the other spellings; beside ``_target_`` stand the arguments themselves."""
+        if not isinstance(data, dict):
+            return data
+        if "_target_" in data:
+            own = {key: value for key, value in data.items() if key not in ("name", "_target_", "config")}
+            known = {key: data[key] for key in ("name",) if key in data}
+            return {**known, "target": data["_target_"], "config": {**(data.get("config") or {}), **own}}
+        return {("target" if key == "class" else key): value for key, value in data.items()}
+
+
+class AgentFile(BaseModel):
+    """An ``agent_loop_config_path`` file: the list itself, or with it as ``agents``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    agents: list[AgentEntry]
 
 
 class SpecConfig(NamedConfig):
@@ -72,6 +109,8 @@ class RolloutConfig(BaseModel):
         agent: The agent, unless a task names its own.
         agent_loop_manager_class: The class that replaces the rollout manager, as ``pkg.module.Class``,
             ``pkg.module:Class`` or ``path/to/file.py:Class``; by default the package's own.
+        agent_loop_config_path: A YAML file that lists agents which tasks and ``agent`` may name besides the registered
+            ones.
         group_size: Episodes per task, whose trajectories are compared with each other.
         compare: With whom a session is compared where an episode has several: ``role``, with the sessions of its role
             (what stands before the slash of its name); ``agent``, of exactly its name; ``together``, with all that are
@@ -104,6 +143,7 @@ class RolloutConfig(BaseModel):
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")
     agent_loop_manager_class: ConfigReference | None = None
+    agent_loop_config_path: ConfigPath | None = None
     group_size: PositiveInt = 8
     compare: Compare = "role"
     temperature: Annotated[float, Field(ge=0)] = 1.0

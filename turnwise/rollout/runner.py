@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.agents.core import Agent, Episode, EpisodeLimits, ToolThreadLost, make_agent
+from turnwise.agents.core import Episode, EpisodeLimits, ToolThreadLost
 from turnwise.agents.rewards import check_owners
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
@@ -26,6 +25,7 @@ from turnwise.inference.canonical import clean
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.local import LocalGateway
+from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.outcome import session_trajectories
 from turnwise.rollout.sessions import EpisodeSessions
@@ -124,7 +124,7 @@ class EpisodeRunner:
         self._context_length = min(context_length, config.context_length or context_length)
         endpoint = client.endpoint if isinstance(client, HostedClient) else None
         self._gateway = LocalGateway(renderer, context_length=self._context_length, endpoint=endpoint, guides=guides)
-        self._agents: dict[str, Agent] = {}
+        self._agents = AgentTable(config)
         self._held: set[str] = set()
         self._toolbox = Toolbox(config.env.tools)
         self._spare: Env | None = None
@@ -210,7 +210,7 @@ class EpisodeRunner:
         return EpisodeOutcome(trajectories, run.error)
 
     async def _act(self, run: _Run) -> None:
-        agent = self._agent(run.spec.task)
+        agent = self._agents.of(run.spec.task)
         timeout = self._config.episode_timeout
         scope = asyncio.timeout(timeout)
         try:
@@ -254,6 +254,9 @@ class EpisodeRunner:
             open_address=run.sessions.address,
             deadline=deadline,
             executor=self._executor,
+            id=spec.episode_id,
+            partition=spec.partition,
+            attempt=spec.attempt,
         )
 
     async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
@@ -296,14 +299,6 @@ class EpisodeRunner:
 
     def _temperature(self, spec: EpisodeSpec) -> float:
         return self._config.temperature if spec.temperature is None else spec.temperature
-
-    def _agent(self, task: Task) -> Agent:
-        name, own = task.agent or self._config.agent.name, task.agent_config
-        key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name
-        if key not in self._agents:
-            config = self._config.agent.config if name == self._config.agent.name else {}
-            self._agents[key] = make_agent(name, **{**config, **own})
-        return self._agents[key]
 
     async def _score(self, run: _Run) -> None:
         episode = run.episode

@@ -12,12 +12,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-from turnwise.agents.core import make_agent
 from turnwise.envs.core import Env, invoke
 from turnwise.envs.registration import env_class, make
 from turnwise.errors import ConfigError, EnvError, TaskError, TurnwiseError
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
+from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import Sources, Task
 from turnwise.tools.core import Tool
@@ -61,10 +61,13 @@ def check_own(rollout: RolloutConfig) -> None:
 
     Raises:
         RegistryError: There is no such environment or agent.
-        ConfigError: The agent does not take its configuration.
+        ConfigError: The agent cannot be loaded, or one of the file of agents cannot be made.
+        AgentError: The agent does not take its configuration.
     """
     env_class(rollout.env.name)
-    make_agent(rollout.agent.name, **rollout.agent.config)
+    agents = AgentTable(rollout)
+    agents.own()
+    agents.check()
 
 
 class PromptLimit:
@@ -157,11 +160,10 @@ async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
     for task in list(envs.values())[:_SPECS_CHECKED]:
         with contextlib.suppress(EnvError):
             await invoke(made_env(task, rollout), "close")
+    table = AgentTable(rollout)
     for task in list(agents.values())[:_SPECS_CHECKED]:
-        name = task.agent or rollout.agent.name
-        config = rollout.agent.config if name == rollout.agent.name else {}
         try:
-            make_agent(name, **{**config, **task.agent_config})
+            table.of(task)
         except TurnwiseError as error:
             raise TaskError(f"task {task.id!r}: its agent cannot be made: {error}") from error
 

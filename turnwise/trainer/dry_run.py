@@ -14,12 +14,12 @@ from typing import Literal
 
 import orjson
 
-from turnwise.agents.core import make_agent
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import CheckpointError, ConfigError, EnvError, TurnwiseError
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
+from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.task_checks import PromptLimit, check_specs, made_env, task_source
@@ -242,10 +242,12 @@ class _Checker:
         return len(self._renderer.render(canonical_messages(messages), schemas(env)))
 
     async def agent(self) -> str:
-        spec = self._config.rollout.agent
-        make_agent(spec.name, **spec.config)
+        agents = AgentTable(self._config.rollout)
+        agents.own()
+        agents.check()
+        name = self._config.rollout.agent.name
         manager = check_manager(self._config.rollout, self._config.custom)
-        return spec.name if manager is None else f"{spec.name}, rolled out by {manager.__qualname__}"
+        return name if manager is None else f"{name}, rolled out by {manager.__qualname__}"
 
     async def wrappers(self) -> str:
         # Around an environment of no episode: one that resets may write what it records.

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from support.toy_renderer import ToyRenderer
-from turnwise.agents.core import Agent, Episode, register_agent
+from turnwise.agents.core import Agent, Episode
+from turnwise.agents.registry import register_agent
 from turnwise.envs.core import Env, StepResult
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv

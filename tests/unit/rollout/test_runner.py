@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from support.toy_renderer import CALL, ToyRenderer
-from turnwise.agents.core import Agent, register_agent
+from turnwise.agents.core import Agent
+from turnwise.agents.registry import register_agent
 from turnwise.envs.core import Env, StepResult
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv

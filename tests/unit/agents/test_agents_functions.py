@@ -1,0 +1,339 @@
+"""Functions and LitAgents as agents: what they are given, what they may return, and how their episodes end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from openai import AsyncOpenAI, OpenAI
+
+import turnwise.agents.lightning as agl
+from support.chat_models import renderer_for
+from turnwise.agents import LLM, Episode, emit_reward, make_agent, register_agent, rollout
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import AgentError, InferenceError, RegistryError
+from turnwise.inference.core import LLMClient
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
+from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.producer import RolloutProducer
+from turnwise.tasks import Task
+from turnwise.trajectory import Trajectory
+from turnwise.types import StopReason
+
+SEEN: list[Any] = []
+HOLD = threading.Event()
+TASK = Task("t1", "say 42", {"answer": "42"})
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    SEEN.clear()
+    HOLD.clear()
+
+
+async def play(agent: Any, script: Any, *, env: str = "task", partition: str = "train", config=None, **limits: Any):
+    """Return the trajectories of one group of one member."""
+    renderer = renderer_for("qwen3")
+    client = script if isinstance(script, LLMClient) else ScriptedClient(renderer, script)
+    name = agent if isinstance(agent, str) else f"{__name__}:{agent.__qualname__}"
+    rollout_config = RolloutConfig(
+        env=SpecConfig(name=env), agent=NamedConfig(name=name, config=config or {}), **{"retries": 0, **limits}
+    )
+    written: list[Trajectory] = []
+    producer = await RolloutProducer.create(rollout_config, client, None, RolloutParts(renderer, write=written.append))
+    try:
+        async with asyncio.timeout(60):
+            await producer.gather([RolloutRequest(TASK, partition=partition)])
+    finally:
+        await producer.close()
+    [trajectory] = written
+    return trajectory
+
+
+# What a function is given
+
+
+@rollout
+async def native(episode: Episode, *, prefix: str = "got ") -> float:
+    message = await episode.session.chat(episode.observation)
+    SEEN.append(prefix + message["content"])
+    return 0.75
+
+
+@rollout
+def proxied(task: dict, llm: LLM, rollout: agl.Rollout) -> float:
+    SEEN.append((threading.current_thread() is threading.main_thread(), task, llm, rollout))
+    client = OpenAI(base_url=llm.endpoint, api_key=llm.api_key)
+    answer = client.chat.completions.create(
+        model=llm.model, messages=[{"role": "user", "content": task["prompt"]}], **llm.sampling_parameters
+    )
+    return float(answer.choices[0].message.content == task["answer"])
+
+
+@rollout
+async def another_name(task: Any, model: LLM) -> None:
+    client = AsyncOpenAI(base_url=model.endpoint, api_key=model.api_key)
+    await client.chat.completions.create(model=model.model, messages=[{"role": "user", "content": task["prompt"]}])
+    emit_reward(0.5)
+
+
+async def test_a_function_of_an_episode() -> None:
+    trajectory = await play(native, ["42"], config={"prefix": "said "})
+    assert SEEN == ["said 42"]
+    assert trajectory.rewards == [(None, "reward", 0.75)]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    # It is still the function that it was.
+    assert native.__name__ == "native"
+
+
+async def test_a_function_of_a_task_and_a_model() -> None:
+    trajectory = await play(proxied, ["42"], partition="val", temperature=0.7, max_tokens_per_turn=9)
+    [(on_loop, task, llm, about)] = SEEN
+    assert not on_loop
+    assert task == {"id": "t1", "prompt": "say 42", "answer": "42"}
+    assert llm.sampling_parameters == {"temperature": 0.7, "top_p": 1.0, "max_tokens": 9}
+    assert llm.get_base_url("r", "a") == llm.endpoint == f"{llm.anthropic_endpoint}/v1"
+    assert (about.mode, about.input, about.attempt.sequence_id) == ("val", task, 1)
+    assert trajectory.id == about.attempt.attempt_id == f"{about.rollout_id}.0"
+    assert trajectory.rewards == [(None, "reward", 1.0)]
+    assert [segment.kind for segment in trajectory.segments] == ["context", "sampled"]
+
+
+async def test_a_model_by_its_type_and_a_reward_that_is_emitted() -> None:
+    trajectory = await play(another_name, ["41"])
+    assert trajectory.rewards == [("t0", "reward", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rollout(lambda task: 1.0), "takes 'episode', or 'task' and 'llm'"),
+        (lambda: rollout(lambda llm, prompt_template: 1.0), "prompts are not tuned here"),
+        (lambda: rollout(lambda episode: 1.0), "write 'async def'"),
+        (lambda: native.make_agent(suffix="x"), "does not take its configuration {'suffix': 'x'}"),
+        (lambda: native.make_agent(episode=1), "config sets episode"),
+        (lambda: make_agent("json:dumps"), "put @rollout of turnwise.agents above it"),
+        (lambda: make_agent("json:JSONDecoder"), "must be a subclass of turnwise.Agent"),
+    ],
+)
+def test_what_cannot_be_an_agent_says_why(make, message) -> None:
+    with pytest.raises(AgentError) as raised:
+        make()
+    assert message in str(raised.value)
+
+
+def test_functions_by_name() -> None:
+    @rollout("test-functions-named")
+    async def first(episode: Episode) -> None:
+        pass
+
+    assert type(make_agent("test-functions-named")).__name__ == "FunctionAgent"
+    with pytest.raises(RegistryError, match="is taken by"):
+        register_agent("test-functions-named")(native)
+    with pytest.raises(RegistryError, match="stand in references"):
+        rollout("a.b")(lambda task, llm: None)
+    with pytest.raises(RegistryError, match=r"did you mean 'react'\?.*named by a reference"):
+        make_agent("reactt")
+
+
+# What it may return
+
+
+@rollout
+async def returns(episode: Episode, *, what: str, turns: int = 2) -> Any:
+    for _ in range(turns):
+        await episode.session.chat(
+            [*episode.observation, {"role": "user", "content": "again"}] * (episode.session.turns + 1)
+        )
+    return {
+        "none": None, "int": 2, "bool": True, "numpy": np.float32(0.5), "tensor": torch.tensor(0.25),
+        "named": {"right": 1.0, "short": 0.5}, "turns": [0.5, None], "short": [1.0], "text": "1.0", "nan": float("nan"),
+        "vector": np.zeros(2),
+    }[what]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "rewards"),
+    [
+        ("none", []),
+        ("int", [(None, "reward", 2.0)]),
+        ("bool", [(None, "reward", 1.0)]),
+        ("numpy", [(None, "reward", 0.5)]),
+        ("tensor", [(None, "reward", 0.25)]),
+        ("named", [(None, "right", 1.0), (None, "short", 0.5)]),
+        ("turns", [("t0", "reward", 0.5)]),
+    ],
+)
+async def test_rewards_that_are_returned(what, rewards) -> None:
+    trajectory = await play(returns, ["a", "b"], config={"what": what})
+    assert trajectory.error is None
+    assert trajectory.rewards == rewards
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("short", "returned 1 rewards ([1.0]), but took 2 turns"),
+        ("text", "'1.0' of type str is no reward"),
+        ("nan", "is nan: it must be a finite number"),
+        ("vector", "of type ndarray is no reward"),
+    ],
+)
+async def test_what_is_no_reward_is_an_error(what, message) -> None:
+    trajectory = await play(returns, ["a", "b"], config={"what": what})
+    assert message in trajectory.error
+    assert trajectory.stop_reason is StopReason.ERROR
+
+
+async def test_an_agent_that_never_asks_the_model_keeps_its_reward() -> None:
+    trajectory = await play(returns, [], config={"what": "int", "turns": 0})
+    assert trajectory.segments == []
+    assert trajectory.reward == 2.0
+    assert (trajectory.error, trajectory.stop_reason) == (None, StopReason.COMPLETED)
+
+
+class Scored(ToolEnv):
+    """Scores what it is given, and notes that it did."""
+
+    def reset(self, task=None, *, seed=None):
+        return "go", {}
+
+    def score(self, final):
+        SEEN.append("scored")
+        return 0.125
+
+
+@rollout
+async def steps_and_returns(episode: Episode, *, reward: float | None = None) -> float | None:
+    await episode.step(await episode.session.chat(episode.observation))
+    return reward
+
+
+@rollout
+async def named_and_emitted(episode: Episode) -> None:
+    emit_reward({"main": 1.0, "words": 3}, primary_key="main")
+    emit_reward(0.25)
+    await asyncio.to_thread(emit_reward, 0.5)
+
+
+async def test_the_environment_is_asked_only_where_the_agent_gave_nothing() -> None:
+    env = f"{__name__}:Scored"
+    assert (await play(native, ["x"], env=env)).rewards == [(None, "reward", 0.75)]
+    assert SEEN == ["got x"]
+    asked = await play(returns, ["x", "y"], env=env, config={"what": "none"})
+    assert asked.rewards == [(None, "score", 0.125)]
+    assert SEEN == ["got x", "scored"]
+
+
+async def test_two_judges_are_an_error() -> None:
+    env = f"{__name__}:Scored"
+    assert (await play(steps_and_returns, ["x"], env=env)).rewards == [("t0", "score", 0.125)]
+    both = await play(steps_and_returns, ["x"], env=env, config={"reward": 1.0})
+    assert "the environment has scored this episode already" in both.error
+
+
+async def test_emitted_rewards_add_up_and_name_their_metrics() -> None:
+    trajectory = await play(named_and_emitted, [])
+    assert trajectory.reward == 1.75
+    assert trajectory.metrics["words"] == 3.0
+    with pytest.raises(AgentError, match="no episode runs here"):
+        emit_reward(1.0)
+
+
+# How episodes end
+
+
+@rollout
+def swallows(task: dict, llm: LLM) -> float:
+    """Takes every failure of the model for an answer that is worth nothing."""
+    client = OpenAI(base_url=llm.endpoint, api_key="x", max_retries=0)
+    try:
+        for _ in range(3):
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+    except Exception:
+        return 0.0
+    return 1.0
+
+
+@rollout
+def holds(task: dict, llm: LLM) -> float:
+    HOLD.wait(30)
+    return 1.0
+
+
+async def test_a_budget_that_is_spent_is_the_end_and_the_reward_stays() -> None:
+    trajectory = await play(swallows, ["a"] * 3, max_turns=2)
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
+    assert (trajectory.error, trajectory.rewards) == (None, [(None, "reward", 0.0)])
+
+
+async def test_a_failure_is_never_a_reward_of_zero() -> None:
+    def broken(request: Any) -> str:
+        raise InferenceError("the server is gone")
+
+    trajectory = await play(swallows, broken)
+    assert trajectory.stop_reason is StopReason.ERROR
+    assert "the server is gone" in trajectory.error
+
+
+async def test_a_thread_that_does_not_come_back_is_given_up() -> None:
+    started = time.monotonic()
+    trajectory = await play(holds, [], episode_timeout=0.3)
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert trajectory.error.startswith("ToolThreadLost")
+    assert trajectory.rewards == []
+    assert time.monotonic() - started < 20
+    HOLD.set()
+
+
+# LitAgent
+
+
+class BothWays(agl.LitAgent[dict]):
+    def training_rollout(self, task: dict, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
+        SEEN.append(("training", task["answer"], resources["main_llm"].model, rollout.mode))
+        return 1.0
+
+    async def validation_rollout_async(self, task, resources, rollout):
+        SEEN.append(("validation", task["answer"], resources["main_llm"].model, rollout.mode))
+        return 0.5
+
+
+class Older(agl.LitAgent[dict]):
+    def __init__(self, bonus: float) -> None:
+        super().__init__(trained_agents="all")
+        self.bonus = bonus
+
+    def training_rollout(self, task, rollout_id, resources):
+        SEEN.append(rollout_id)
+        agl.emit_message("one rollout")
+        agl.emit_object({"id": rollout_id})
+        agl.emit_exception(ValueError("noted only"))
+        return self.bonus
+
+
+class Empty(agl.LitAgent[dict]):
+    pass
+
+
+async def test_a_class_with_a_method_for_each_kind_of_rollout() -> None:
+    assert (await play(BothWays, [])).reward == 1.0
+    assert (await play(BothWays, [], partition="val")).reward == 0.5
+    assert SEEN == [("training", "42", "turnwise", "train"), ("validation", "42", "turnwise", "val")]
+
+
+async def test_the_older_form_and_a_configuration() -> None:
+    trajectory = await play(Older, [], partition="val", config={"bonus": 0.25})
+    assert trajectory.reward == 0.25
+    assert [trajectory.id.rpartition(".")[0]] == SEEN
+
+
+async def test_a_class_without_methods_says_so() -> None:
+    trajectory = await play(Empty, [])
+    assert "Empty writes no rollout, training_rollout or validation_rollout" in trajectory.error

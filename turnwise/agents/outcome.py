@@ -1,0 +1,128 @@
+"""What an agent's code says its episode was worth: while it runs, and by what it returns.
+
+Owns: :func:`emit_reward`, which code anywhere below an agent may call, and :func:`settle`, which reads a returned
+value. Refuses: rewards of environments; those are asked only where the agent gave none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any, SupportsFloat
+
+from turnwise.agents.core import Episode
+from turnwise.errors import AgentError, shown
+
+_ACTING: contextvars.ContextVar[Episode] = contextvars.ContextVar("turnwise_episode")
+_NAME = "reward"
+
+
+@contextlib.contextmanager
+def acting(episode: Episode) -> Iterator[None]:
+    """Make an episode the current one of the code in this block, of tasks that it starts and of threads of
+    :meth:`Episode.in_thread`.
+    """
+    token = _ACTING.set(episode)
+    try:
+        yield
+    finally:
+        _ACTING.reset(token)
+
+
+def current_episode() -> Episode:
+    """Return the episode whose agent this code belongs to.
+
+    Raises:
+        AgentError: It runs below no agent, or in a thread that was started without the agent's context.
+    """
+    episode = _ACTING.get(None)
+    if episode is None:
+        raise AgentError(
+            "no episode runs here: call this inside of an agent; a thread of your own needs the agent's context "
+            "(contextvars.copy_context().run)"
+        )
+    return episode
+
+
+def emit_reward(
+    reward: SupportsFloat | Mapping[str, SupportsFloat],
+    *,
+    primary_key: str | None = None,
+    attributes: Mapping[str, Any] | None = None,  # noqa: ARG001 - of other tools' signature; nothing reads it here
+    propagate: bool = True,  # noqa: ARG001 - the same
+) -> None:
+    """Reward the turn that the agent took last, or the episode where there is none yet.
+
+    Rewards add up with each other and with what the agent returns, and stand in the place of the environment's score.
+
+    Args:
+        reward: A number; or several named ones, of which ``primary_key`` is the reward and the others are metrics.
+        primary_key: Which one.
+        attributes: Taken, and not kept.
+        propagate: The same.
+
+    Raises:
+        AgentError: No episode runs here, or what is given is no finite number.
+    """
+    episode = current_episode()
+    main = episode.sessions.get("main")
+    last = None if main is None else main.last
+    turn = None if last is None else last["turn_id"]
+    if not isinstance(reward, Mapping):
+        episode.reward(_number(reward, "emit_reward"), turn)
+        return
+    if primary_key not in reward:
+        known = ", ".join(map(repr, reward))
+        raise AgentError(f"emit_reward: primary_key is {primary_key!r}: it must be one of {known or 'no names at all'}")
+    for name, value in reward.items():
+        if name == primary_key:
+            episode.reward(_number(value, f"emit_reward: {name!r}"), turn, name=name)
+        else:
+            episode.count({name: _number(value, f"emit_reward: {name!r}")}, turn)
+
+
+def settle(episode: Episode, result: object) -> None:
+    """Take what an agent's code returned.
+
+    Args:
+        episode: The episode that it ran in.
+        result: None; a number, the reward of the episode; named numbers, its parts; or a list with a number for each
+            turn of the main session (None for a turn that earned nothing).
+
+    Raises:
+        AgentError: It is something else, or the environment has scored the episode already.
+    """
+    if result is None:
+        return
+    if isinstance(result, Mapping):
+        for name, value in result.items():
+            episode.reward(_number(value, f"the agent returned {name!r}"), name=str(name))
+    elif isinstance(result, (list, tuple)):
+        _per_turn(episode, result)
+    else:
+        episode.reward(_number(result, "the agent returned"))
+
+
+def _per_turn(episode: Episode, values: list[Any] | tuple[Any, ...]) -> None:
+    main = episode.sessions.get("main")
+    taken = [] if main is None else [each.turn_id for each in main.segments(messages=False) if each.sampled]
+    if len(values) != len(taken):
+        raise AgentError(
+            f"the agent returned {len(values)} rewards ({shown(values)}), but took {len(taken)} turns: return one for "
+            "each turn in order (None where there is none), or a single number for the episode"
+        )
+    for turn, value in zip(taken, values, strict=True):
+        if value is not None:
+            episode.reward(_number(value, f"the agent returned for turn {turn}"), turn)
+
+
+def _number(value: object, what: str) -> float:
+    # Tensors and arrays of one element are numbers, too; a text is none.
+    if isinstance(value, SupportsFloat):
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value)
+    raise AgentError(
+        f"{what}: {shown(value)} of type {type(value).__name__} is no reward: return a number, named numbers, a list "
+        "with one number for each turn, or None"
+    )

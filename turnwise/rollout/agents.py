@@ -1,0 +1,91 @@
+"""Which agent acts in the episodes of a task.
+
+Owns: :class:`AgentTable`: the run's own agent, those that tasks name, and the file of a run's own names. Refuses:
+registering anything; a run's names end with it.
+"""
+
+from __future__ import annotations
+
+import json
+
+from turnwise.agents.core import Agent
+from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
+from turnwise.config import load_config
+from turnwise.errors import AgentError, ConfigError, RegistryError
+from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
+from turnwise.tasks import Task
+
+
+class AgentTable:
+    """The agents of a run, each made once for each configuration.
+
+    Args:
+        config: Names the run's agent and the file of names.
+
+    Raises:
+        ConfigError: The file cannot be read, or names an agent twice.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._default = config.agent
+        self._file = config.agent_loop_config_path
+        self._named: dict[str, AgentEntry] = {}
+        self._made: dict[str, Agent] = {}
+        for entry in self._entries():
+            if entry.name in self._named:
+                raise ConfigError(f"{self._file}: the agent name {entry.name!r} stands there twice")
+            self._named[entry.name] = entry
+
+    def _entries(self) -> list[AgentEntry]:
+        if self._file is None:
+            return []
+        try:
+            return load_config(AgentFile, self._file, root="agents").agents
+        except ConfigError as error:
+            raise ConfigError(f"rollout.agent_loop_config_path {self._file}: {error}") from error
+
+    def own(self) -> Agent:
+        """Return the agent of tasks that name none.
+
+        Raises:
+            TurnwiseError: It cannot be made.
+        """
+        return self._agent(self._default.name, {})
+
+    def of(self, task: Task) -> Agent:
+        """Return the agent of a task.
+
+        Raises:
+            TurnwiseError: It cannot be made.
+        """
+        return self._agent(task.agent or self._default.name, task.agent_config)
+
+    def check(self) -> None:
+        """See that every agent of the file is there, whether a task names it or not; none is made.
+
+        Raises:
+            ConfigError: One is not.
+        """
+        for name, entry in self._named.items():
+            try:
+                find_agent(entry.target)
+            except (AgentError, ConfigError, RegistryError) as error:
+                raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
+
+    def _agent(self, name: str, own: dict[str, object]) -> Agent:
+        key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name
+        if key not in self._made:
+            self._made[key] = self._make(name, own)
+        return self._made[key]
+
+    def _make(self, name: str, own: dict[str, object]) -> Agent:
+        entry = self._named.get(name)
+        run = self._default.config if name == self._default.name else {}
+        if entry is None:
+            if self._named and not is_registered(name) and not any(mark in name for mark in ":./"):
+                raise unknown_agent(name, self._named)
+            return make_agent(name, **{**run, **own})
+        try:
+            return make_agent(entry.target, **{**entry.config, **run, **own})
+        except (AgentError, ConfigError, RegistryError) as error:
+            raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
