@@ -123,7 +123,7 @@ def rollout(target: Any = None, /) -> Any:
 
 def _read(function: Callable[..., Any]) -> tuple[str | None, frozenset[str]]:
     """Return the parameter that takes the LLM, and all that an episode fills."""
-    where = f"@rollout on {getattr(function, '__qualname__', function)!s}"
+    where = f"@rollout on {function.__qualname__ if inspect.isroutine(function) else repr(function)}"
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:

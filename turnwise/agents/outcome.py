@@ -21,7 +21,7 @@ _NAME = "reward"
 @contextlib.contextmanager
 def acting(episode: Episode) -> Iterator[None]:
     """Make an episode the current one of the code in this block, of tasks that it starts and of threads of
-    :meth:`Episode.in_thread`.
+    :meth:`~turnwise.agents.core.Episode.in_thread`.
     """
     token = _ACTING.set(episode)
     try:

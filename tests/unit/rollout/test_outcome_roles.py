@@ -8,7 +8,8 @@ import pytest
 
 from support.audited import assert_sound
 from support.toy_renderer import ToyRenderer
-from turnwise.agents.core import Agent, Episode, register_agent
+from turnwise.agents.core import Agent, Episode
+from turnwise.agents.registry import register_agent
 from turnwise.agents.roles import check_name, compared_within, role_of
 from turnwise.envs.core import Env, ScoreParts, StepResult, as_messages
 from turnwise.envs.registration import register
