@@ -10,9 +10,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+from turnwise.agents.limits import EpisodeLimits as EpisodeLimits
 from turnwise.agents.rewards import Reward as Reward
 from turnwise.agents.rewards import finite
 from turnwise.agents.roles import TRAINED, check_name
@@ -26,26 +26,12 @@ from turnwise.tasks import Task
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
+    from turnwise.inference.gateway.local import Door
     from turnwise.tools.response import ToolResponse
 
 T = TypeVar("T")
 OpenSession = Callable[[str, str], Session]
-OpenAddress = Callable[[Session], Awaitable[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """What an agent may use; the session and the runner enforce it.
-
-    Attributes:
-        max_turns: Model calls per session.
-        max_tokens_per_turn: Tokens of one completion, None up to the context.
-        context_length: Tokens of prompt and completion together.
-    """
-
-    max_turns: int
-    max_tokens_per_turn: int | None
-    context_length: int
+OpenDoor = Callable[[Session], Awaitable["Door"]]
 
 
 class ToolThreadLost(EnvError):
@@ -86,7 +72,7 @@ class Episode:
         tools: Sequence[ToolSchema],
         limits: EpisodeLimits,
         open_session: OpenSession,
-        open_address: OpenAddress | None = None,
+        open_door: OpenDoor | None = None,
         deadline: float | None = None,
         executor: Executor | None = None,
         id: str = "",  # noqa: A002 - the field's name for it
@@ -114,7 +100,7 @@ class Episode:
         self._env = env
         self._executor = executor
         self._open_session = open_session
-        self._open_address = open_address
+        self._open_door = open_door
         self._sessions: dict[str, Session] = {}
         self._policies: dict[str, str] = {}
         self._failure: EnvError | None = None
@@ -155,9 +141,13 @@ class Episode:
         Raises:
             AgentError: This episode was made without a gateway.
         """
-        if self._open_address is None:
+        return (await self.door(name, policy)).url
+
+    async def door(self, name: str = "main", policy: str | None = None) -> Door:
+        """Return that address together with what becomes of requests there; raises what :meth:`address` does."""
+        if self._open_door is None:
             raise AgentError("episode.address: this episode has no gateway; ask episode.session.chat instead")
-        return await self._open_address(self.session_for(name, policy))
+        return await self._open_door(self.session_for(name, policy))
 
     async def step(self, message: Message, *, agent: str = "main") -> StepResult:
         """Hand an assistant message to the environment.
@@ -224,8 +214,8 @@ class Episode:
         if response.reward is not None:
             self.note(f"tool/{call.name}", response.reward, turn, agent=agent)
         measured = {f"{call.name}/{name}": value for name, value in response.metrics.items()}
-        failed = float(response.error is not None)
-        self.count({"tool_calls": 1.0, "tool_errors": failed, **measured}, turn, agent=agent)
+        measured |= {"tool_calls": 1.0, "tool_errors": float(response.error is not None)}
+        self.count(measured, turn, agent=agent)
         self._check_threads()
         self._check_invalid(self._env)
         if response.text:
@@ -364,11 +354,8 @@ class Episode:
         if 0 < env.max_invalid_calls <= env.invalid_in_a_row:
             self.ended = True
             self.finish(StopReason.INVALID_CALLS)
-            raise BudgetSpent(
-                StopReason.INVALID_CALLS,
-                f"{env.invalid_in_a_row} calls in a row did not reach a tool; max_invalid_calls is "
-                f"{env.max_invalid_calls}",
-            )
+            counted = f"{env.invalid_in_a_row} calls in a row did not reach a tool"
+            raise BudgetSpent(StopReason.INVALID_CALLS, f"{counted}; max_invalid_calls is {env.max_invalid_calls}")
 
 
 class Agent(ABC):
@@ -385,3 +372,6 @@ class Agent(ABC):
         Raises:
             BudgetSpent: From ``session.chat``; let it pass, the runner knows what it means.
         """
+
+    async def close(self) -> None:  # noqa: B027 - most agents hold nothing
+        """Release what the agent holds between episodes. Called once, when no episode runs any more."""

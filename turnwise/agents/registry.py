@@ -31,6 +31,7 @@ class AgentMaker(Protocol):
 Registered: TypeAlias = "type[Agent] | AgentMaker"
 R = TypeVar("R", bound=Registered)
 _AGENTS: dict[str, Registered | str] = {
+    "blackbox": "turnwise.agents.blackbox:BlackBoxAgent",
     "react": "turnwise.agents.react:ReActAgent",
     "single_turn": "turnwise.agents.single_turn:SingleTurnAgent",
 }

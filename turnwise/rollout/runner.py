@@ -156,7 +156,8 @@ class EpisodeRunner:
             await self._close_spare()
 
     async def close(self) -> None:
-        """Close what the configured tools hold, the environment that no episode took, and the addresses of sessions."""
+        """Close the agents, what the configured tools hold, the environment that no episode took, and the gateway."""
+        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
         await self._gateway.close()
         await self._close_spare()
         await self._toolbox.close()
@@ -251,7 +252,7 @@ class EpisodeRunner:
             tools=schemas(run.env),
             limits=limits,
             open_session=run.sessions.open,
-            open_address=run.sessions.address,
+            open_door=run.sessions.door,
             deadline=deadline,
             executor=self._executor,
             id=spec.episode_id,

@@ -110,15 +110,15 @@ class EpisodeSessions:
             echo=self._echo,
         )
 
-    async def address(self, session: Session) -> str:
-        """Return the base URL of a session, the same one whenever it is asked for.
+    async def door(self, session: Session) -> Door:
+        """Return the address of a session, the same one whenever it is asked for.
 
         Raises:
             TurnwiseError: As :meth:`LocalGateway.open`.
         """
         if session.id not in self._doors:
             self._doors[session.id] = await self._gateway.open(session)
-        return self._doors[session.id].url
+        return self._doors[session.id]
 
     @contextlib.asynccontextmanager
     async def acting(self) -> AsyncIterator[None]:

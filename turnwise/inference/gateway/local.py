@@ -44,6 +44,10 @@ class Door:
         """
         return self.entry.spent or self.entry.unrendered or self.entry.session.failure
 
+    async def wait_exhausted(self) -> None:
+        """Wait until a request is refused because all turns or tokens are used: who asks again is told the same."""
+        await self.entry.exhausted.wait()
+
 
 class LocalGateway:
     """Serves sessions of this process to agents that speak a wire API. It listens once the first door is opened."""

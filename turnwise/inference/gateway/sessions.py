@@ -56,6 +56,7 @@ class GatewaySession:
         closed: Whether it takes no further request.
         temperatures: At which its requests were sampled.
         spent: The budget that its last request ran into, or None.
+        exhausted: Set while ``spent`` is a budget that no shorter history brings back.
         unrendered: Why its last request could not be rendered, or None.
         turn_metrics: What is counted of single turns, by turn id.
         fixed_sampling: Whether no request may change how it is sampled; None leaves it to the gateway.
@@ -76,6 +77,7 @@ class GatewaySession:
     closed: bool = False
     temperatures: set[float] = field(default_factory=set)
     spent: BudgetSpent | None = None
+    exhausted: asyncio.Event = field(default_factory=asyncio.Event)
     unrendered: RenderError | None = None
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     fixed_sampling: bool | None = None
@@ -110,6 +112,10 @@ class GatewaySession:
         """Note how a request ended; what is left of an earlier one's failure is forgotten when one succeeds."""
         self.spent = error if isinstance(error, BudgetSpent) else None
         self.unrendered = error if isinstance(error, RenderError) else None
+        if self.spent is not None and self.spent.stop_reason != StopReason.CONTEXT_OVERFLOW:
+            self.exhausted.set()
+        elif error is None:
+            self.exhausted.clear()
 
     def finished(self, stop_reason: StopReason, error: str | None) -> Trajectory:
         """Return what it leaves.

@@ -1,0 +1,322 @@
+"""A program as an agent: started beside its session, given the task, watched, and ended with all that it started.
+
+Owns: :class:`BlackBoxAgent`, and what the end of a program means for its episode. Refuses: recording (the gateway's
+sessions), running tools (the environment's), and keeping a program from what its user may do: it is no sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.agents.blackbox.config import BlackBoxConfig, read_config, settled
+from turnwise.agents.blackbox.places import (
+    API_KEY,
+    PLACEHOLDERS,
+    Places,
+    check_arguments,
+    environment,
+    fill,
+    shell_tools,
+    told_of,
+)
+from turnwise.agents.blackbox.program import Exit, Output, Program, ProgramError
+from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
+from turnwise.agents.blackbox.workers import Said, Workers
+from turnwise.agents.core import Agent, Episode
+from turnwise.errors import AgentError, shown
+from turnwise.inference.canonical import clean
+from turnwise.inference.gateway.local import Door
+from turnwise.types import StopReason
+
+How = Literal["ended", "timeout", "lingered"]
+_NO_OUTPUT = Output("", 0, False)
+
+
+@dataclass(slots=True)
+class _Acting:
+    """One episode that a program acts in."""
+
+    episode: Episode
+    door: Door
+    offered: OfferedTools | None
+    values: dict[str, str]
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a program's part in an episode ended.
+
+    Attributes:
+        how: By itself, or why it was ended.
+        exit: What it left; of a worker that goes on, nothing.
+        answer: Its answer, where its recipe says where that is and it was there.
+        error: What a worker says that it failed with.
+    """
+
+    how: How
+    exit: Exit
+    answer: str | None = None
+    error: str | None = None
+
+
+class BlackBoxAgent(Agent):
+    """Runs a program that knows nothing but the address of its model."""
+
+    def __init__(self, **config: Any) -> None:
+        """Take the configuration; nothing is started.
+
+        Args:
+            **config: See :class:`~turnwise.agents.blackbox.config.BlackBoxConfig`.
+
+        Raises:
+            AgentError: Something is wrong with it, or the program is not there.
+            RegistryError: There is no such recipe.
+            ConfigError: A reference cannot be loaded.
+        """
+        self._config: BlackBoxConfig = read_config(config)
+        self._recipe = settled(self._config)
+        most = self._config.max_concurrent
+        self._slots = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
+        self._tools = ToolServer()
+        self._workers = Workers(self._config.workers, self._start_worker) if self._config.workers else None
+
+    async def run(self, episode: Episode) -> None:
+        """Run one episode.
+
+        Raises:
+            ProgramError: The program could not be started, was killed, or ended before it asked the model.
+            AgentError: Files or folders are wrong, or the program failed and ``nonzero_exit`` is ``error``.
+            EnvError: The environment failed while it answered a call.
+        """
+        async with self._slots, contextlib.AsyncExitStack() as stack:
+            door = await episode.door()
+            offered = None
+            if self._config.tools and (episode.tools or self._config.reply):
+                offered = await self._tools.offer(episode, reply=self._config.reply)
+                stack.push_async_callback(self._tools.withdraw, offered)
+            acting = _Acting(episode, door, offered, self._values(episode, door, offered), time.monotonic())
+            if self._workers is not None:
+                end = await self._serve(self._workers, acting)
+            else:
+                end = await self._once(acting)
+            self._count(acting, end)
+            await self._conclude(acting, end)
+
+    async def close(self) -> None:
+        """End the workers, and stop serving tools."""
+        if self._workers is not None:
+            await self._workers.close()
+        await self._tools.close()
+
+    # -- one program for one episode
+
+    async def _once(self, acting: _Acting) -> _End:
+        info = acting.episode.info
+        given = info.get("workspace")
+        config = self._config
+        places = await asyncio.to_thread(Places.make, config.scratch, config.workspace, given)
+        failed = True
+        try:
+            end = await self._in_places(acting, places, dict(info.get("files") or {}))
+            failed = end.how != "ended" or end.exit.status != 0
+            return end
+        finally:
+            if config.keep == "never" or (config.keep == "failed" and not failed):
+                await asyncio.to_thread(places.remove)
+
+    async def _in_places(self, acting: _Acting, places: Places, files: dict[str, str]) -> _End:
+        recipe, values = self._recipe, acting.values
+        values |= {"home": str(places.home), "work": str(places.work), "prompt_file": str(places.root / "prompt.txt")}
+        values["prompt"] = fill(recipe.prompt, values).strip()
+        offered = acting.offered is not None
+        own = {**recipe.files, **(recipe.tool_files if offered else {})}
+        written = {fill(name, values): fill(text, values) for name, text in own.items()}
+        places.write({**files, **written, values["prompt_file"]: values["prompt"]})
+        env = environment(recipe.dialect, places, values, recipe.env, self._config.pass_env)
+        if acting.offered is not None:
+            env["PATH"] = f"{places.install_tool(acting.offered.url)}{os.pathsep}{env['PATH']}"
+        argv = [*recipe.command, *(recipe.tool_arguments if offered else ())]
+        argv = [fill(each, values) for each in argv]
+        check_arguments(argv)
+        stdin = fill(recipe.stdin, values).encode()
+        most = self._config.output_bytes
+        program = await Program.start(argv, env=env, cwd=places.work, stdin=stdin, most_output=most)
+        try:
+            how = await self._watch(program.wait, acting)
+        finally:
+            left = await program.end()
+            if self._config.keep != "never":
+                outputs = {"stdout": left.stdout, "stderr": left.stderr}
+                places.write({str(places.root / name): output.text for name, output in outputs.items()})
+        return _End(how, left, self._result(places, left, values))
+
+    async def _watch(self, wait: Callable[[], Awaitable[Any]], acting: _Acting) -> How:
+        """Wait for the end of a program, as long as it may go on."""
+        over = asyncio.ensure_future(wait())
+        # Who has nothing left to sample, or nothing left to do, has a moment to end by itself.
+        told: list[asyncio.Future[Any]] = [asyncio.ensure_future(acting.door.wait_exhausted())]
+        if acting.offered is not None:
+            told.append(asyncio.ensure_future(acting.offered.over.wait()))
+        try:
+            async with asyncio.timeout(self._config.timeout):
+                await asyncio.wait({over, *told}, return_when=asyncio.FIRST_COMPLETED)
+                if not over.done():
+                    await asyncio.wait({over}, timeout=self._config.grace)
+                return "ended" if over.done() else "lingered"
+        except TimeoutError:
+            return "timeout"
+        finally:
+            for each in (over, *told):
+                each.cancel()
+
+    # -- workers
+
+    async def _serve(self, workers: Workers, acting: _Acting) -> _End:
+        job: dict[str, Any] = {name: acting.values[name] for name in _JOB}
+        job |= {"id": secrets.token_hex(8), "prompt": fill(self._recipe.prompt, acting.values).strip()}
+        async with workers.borrowed() as worker:
+            serving: asyncio.Task[Said | None] = asyncio.ensure_future(worker.serve(job))
+            try:
+                how = await self._watch(lambda: asyncio.shield(serving), acting)
+                said = serving.result() if how == "ended" else None
+            finally:
+                serving.cancel()
+            if said is not None:
+                goes_on = Exit(0 if said.error is None else 1, _NO_OUTPUT, _NO_OUTPUT, 0)
+                return _End(how, goes_on, said.answer, said.error)
+            return _End(how, await worker.end())
+
+    async def _start_worker(self, stdin: int, on_line: Callable[[bytes], None]) -> tuple[Program, Callable[[], None]]:
+        places = await asyncio.to_thread(Places.make, self._config.scratch, self._config.workspace, None)
+        values = dict.fromkeys(PLACEHOLDERS, "") | {"model": self._config.model, "api_key": API_KEY}
+        values |= {"home": str(places.home), "work": str(places.work), "python": sys.executable}
+        try:
+            places.write({fill(name, values): fill(text, values) for name, text in self._recipe.files.items()})
+            env = environment(self._recipe.dialect, places, values, self._recipe.env, self._config.pass_env)
+            argv = [fill(each, values) for each in self._recipe.command]
+            most = self._config.output_bytes
+            program = await Program.start(
+                argv, env=env, cwd=places.work, stdin=stdin, most_output=most, on_line=on_line
+            )
+        except BaseException:
+            places.remove()
+            raise
+        return program, places.remove
+
+    # -- what it came to
+
+    async def _conclude(self, acting: _Acting, end: _End) -> None:
+        """Say what the end of the program means for the episode."""
+        episode, door, left = acting.episode, acting.door, end.exit
+        if acting.offered is not None and acting.offered.failure is not None:
+            raise acting.offered.failure
+        if episode.ended:
+            return
+        if end.how == "timeout":
+            episode.finish(StopReason.TIMEOUT)
+            return
+        if end.how == "lingered" or door.failure is not None:
+            # What the program was told last ends the episode: the runner knows what it means.
+            return
+        if left.status is None or left.status < 0:
+            how = "its supervisor was killed" if left.status is None else f"signal {-left.status} ended it"
+            raise ProgramError(self._story(how, end))
+        turns = door.entry.session.turns
+        if turns == 0:
+            raise ProgramError(self._story(f"exit status {left.status}, and it never asked the model", end))
+        if left.status != 0 and self._config.nonzero_exit == "error":
+            raise AgentError(self._story(f"exit status {left.status}", end))
+        await self._answer(episode, door, end.answer)
+
+    async def _answer(self, episode: Episode, door: Door, answer: str | None) -> None:
+        """Hand the program's answer to the environment."""
+        last = door.entry.session.last
+        if answer is None and self._recipe.result == "message":
+            if last is not None and last.get("finish_reason") == "length" and not last.get("tool_calls"):
+                episode.finish(StopReason.MAX_TOKENS, final=last)
+                return
+            final = episode.answer()
+        else:
+            final = {"role": "assistant", "content": clean(answer or "").strip()}
+            if last is not None and "turn_id" in last:
+                final["turn_id"] = last["turn_id"]
+        if final is None:
+            episode.finish(StopReason.COMPLETED)
+            return
+        result = await episode.step(final)
+        if not (result.terminated or result.truncated):
+            # The environment would go on, but nobody is there to hear it.
+            episode.finish(StopReason.COMPLETED, final=final)
+
+    def _result(self, places: Places, left: Exit, values: dict[str, str]) -> str | None:
+        """Return the answer of a program that its recipe says where to find, or None."""
+        kind, _, where = fill(self._recipe.result, values).partition(":")
+        if kind == "message":
+            return None
+        if kind == "stdout":
+            return left.stdout.text
+        name, _, keys = where.rpartition("#") if kind == "json" else (where, "", "")
+        try:
+            text = left.stdout.text if name == "stdout" else (places.work / name).read_text(errors="replace")
+            if kind == "file":
+                return text
+            found = json.loads(text)
+            for key in keys.split("."):
+                found = found[int(key)] if isinstance(found, list) else found[key]
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+    def _values(self, episode: Episode, door: Door, offered: OfferedTools | None) -> dict[str, str]:
+        return {
+            **told_of(episode.observation),
+            "tools": shell_tools(offered.schemas) if offered is not None else "",
+            "model": self._config.model,
+            "api_key": API_KEY,
+            "base_url": door.url,
+            "openai_base_url": f"{door.url}/v1",
+            "anthropic_base_url": door.url,
+            "tools_url": offered.url if offered is not None else "",
+            "mcp_url": offered.mcp_url if offered is not None else "",
+            "python": sys.executable,
+            "context_length": str(episode.limits.context_length),
+            "max_turns": str(episode.limits.max_turns),
+        }
+
+    def _count(self, acting: _Acting, end: _End) -> None:
+        left = end.exit
+        failed = end.how == "ended" and left.status != 0
+        acting.episode.count(
+            {
+                "blackbox/seconds": time.monotonic() - acting.started,
+                "blackbox/nonzero_exits": float(failed),
+                "blackbox/killed_processes": float(left.swept),
+                "blackbox/output_bytes": float(left.stdout.size + left.stderr.size),
+                "blackbox/lingered": float(end.how == "lingered"),
+            }
+        )
+
+    def _story(self, how: str, end: _End) -> str:
+        """Return how a program ended and the end of what it wrote, without what it was handed of this process."""
+        said = end.error or end.exit.stderr.end() or end.exit.stdout.end() or "it wrote nothing"
+        for name in self._config.pass_env:
+            secret = os.environ.get(name, "")
+            said = said.replace(secret, f"<{name}>") if len(secret) > 3 else said
+        return f"the program {shown(Path(self._recipe.command[0]).name)} failed: {how}: {said}"
+
+
+_JOB = (
+    *("model", "api_key", "base_url", "openai_base_url", "anthropic_base_url", "tools_url", "mcp_url"),
+    *("max_turns", "task", "system", "user"),
+)

@@ -1,0 +1,177 @@
+"""The configuration of black-box agents: what ``agent.config`` holds.
+
+Owns: :class:`BlackBoxConfig`, and what can be checked of it before work starts. Refuses: running anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from turnwise.agents.blackbox.places import PLACEHOLDERS, fill, named
+from turnwise.agents.blackbox.recipes import Dialect, Recipe, recipe_of
+from turnwise.errors import AgentError, shown
+from turnwise.tools.registry import nearest
+
+_RESULT = re.compile(r"message|stdout|file:.+|json:.+#.+")
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def _words(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+class BlackBoxConfig(BaseModel):
+    """A program as an agent. Texts may hold placeholders.
+
+    Attributes:
+        recipe: How it is run, unless the keys below say otherwise: ``program`` (nothing is set), ``claude_code``,
+            ``codex``, ``mini_swe_agent``, ``opencode`` or ``pkg.mod:RECIPE``.
+        command: The program and its arguments, a list or a text as a shell reads it; nothing is run by a shell.
+        program: Another path for the recipe's program.
+        arguments: Further arguments, at the end.
+        dialect: ``openai``, ``anthropic`` or ``both``: which variables point the program at its session.
+        model: The model's name that it is told.
+        prompt: What it is told of the task.
+        stdin: What it reads. A program whose command, variables and files name no prompt reads the prompt.
+        env: Further variables.
+        pass_env: Names of variables of this process that it gets, too.
+        files: Files that are written before it starts: path to text; relative to where it works.
+        workspace: A folder whose content it finds where it works.
+        tools: Whether it is offered the environment's tools.
+        reply: Whether there is a tool ``reply`` by which it speaks to the environment before it ends.
+        result: Where its answer is: ``message``, ``stdout``, ``file:PATH`` or ``json:PATH#a.b``.
+        nonzero_exit: What an exit status other than 0 is, of a program that asked the model: ``answer``, its result is
+            scored; ``error``, the episode ends with an error and is not scored.
+        timeout: Seconds that it may take; the episode then ends with ``timeout``.
+        grace: Seconds that it gets to end after its turns or tokens are used, or the environment ended the episode.
+        max_concurrent: Most programs at the same time.
+        output_bytes: Bytes of each of its outputs that are kept: their beginning and their end.
+        workers: Programs that stay and are given one episode after the other, over lines of JSON; 0 starts one for
+            each episode.
+        scratch: Where its folders are made; by default where the system keeps temporary files.
+        keep: Whether they stay: ``never``, of ``failed`` episodes, or ``always``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    recipe: str | Recipe = "program"
+    command: Annotated[list[str] | None, BeforeValidator(_words)] = None
+    program: str | None = None
+    arguments: list[str] = Field(default_factory=list)
+    dialect: Dialect | None = None
+    model: str = "turnwise"
+    prompt: str | None = None
+    stdin: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    pass_env: list[str] = Field(default_factory=list)
+    files: dict[str, str] = Field(default_factory=dict)
+    workspace: Path | None = None
+    tools: bool = True
+    reply: bool = False
+    result: str | None = None
+    nonzero_exit: Literal["answer", "error"] = "answer"
+    timeout: Seconds | None = None
+    grace: Seconds = 10.0
+    max_concurrent: Annotated[int, Field(gt=0)] | None = None
+    output_bytes: Annotated[int, Field(ge=2)] = 65536
+    workers: Annotated[int, Field(ge=0)] = 0
+    scratch: Path | None = None
+    keep: Literal["never", "failed", "always"] = "never"
+
+
+def read_config(given: Mapping[str, Any]) -> BlackBoxConfig:
+    """Return the configuration that keyword arguments are.
+
+    Raises:
+        AgentError: One is unknown or wrong.
+    """
+    try:
+        return BlackBoxConfig.model_validate(dict(given))
+    except ValidationError as error:
+        told = []
+        for each in error.errors():
+            name = ".".join(map(str, each["loc"]))
+            if each["type"] == "extra_forbidden":
+                told.append(f"{name}: no such key{nearest(name, list(BlackBoxConfig.model_fields))}")
+            else:
+                told.append(f"{name}: {each['msg']}, not {shown(each['input'])}")
+        raise AgentError("blackbox: " + "; ".join(told)) from None
+
+
+def settled(config: BlackBoxConfig) -> Recipe:
+    """Return the recipe with what the configuration sets.
+
+    Raises:
+        AgentError: Something is missing or wrong: the message names the key and the remedy.
+        RegistryError: There is no such recipe.
+        ConfigError: A reference cannot be loaded.
+    """
+    base = config.recipe if isinstance(config.recipe, Recipe) else recipe_of(config.recipe)
+    command = tuple(config.command) if config.command is not None else base.command
+    if not command:
+        raise AgentError("blackbox: 'command' is missing: name the program and its arguments, or a recipe")
+    if config.program is not None:
+        command = (config.program, *command[1:])
+    command = (_found(command[0], {**base.env, **config.env}.get("PATH")), *command[1:], *config.arguments)
+    recipe = Recipe(
+        command=command,
+        dialect=config.dialect or base.dialect,
+        prompt=base.prompt if config.prompt is None else config.prompt,
+        stdin=base.stdin if config.stdin is None else config.stdin,
+        env={**base.env, **config.env},
+        files={**base.files, **config.files},
+        tool_arguments=base.tool_arguments if config.command is None else (),
+        tool_files={} if config.command is not None else base.tool_files,
+        result=base.result if config.result is None else config.result,
+    )
+    _check(config, recipe)
+    texts = (*recipe.command, *recipe.env.values(), *recipe.files.values(), recipe.stdin)
+    told = named(texts) & {"prompt", "prompt_file", "task", "system", "user"}
+    if told or config.stdin is not None or config.workers:
+        return recipe
+    return replace(recipe, stdin="{prompt}")
+
+
+def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
+    if not _RESULT.fullmatch(recipe.result):
+        raise AgentError(
+            f"blackbox: result is {shown(recipe.result)}: write message, stdout, file:PATH or json:PATH#key.key"
+        )
+    for key, folder in (("workspace", config.workspace), ("scratch", config.scratch)):
+        if folder is not None and not folder.is_dir():
+            raise AgentError(f"blackbox: {key} is {shown(str(folder))}, and there is no such folder")
+    missing = [name for name in config.pass_env if name not in os.environ]
+    if missing:
+        raise AgentError(f"blackbox: pass_env names {', '.join(missing)}, which this process does not have")
+    # A name that is nearly a placeholder is one that was misspelt; others may be meant for the program.
+    for text in (*recipe.command, recipe.prompt, recipe.stdin):
+        for name in sorted(named([text]) - set(PLACEHOLDERS)):
+            hint = nearest(name, list(PLACEHOLDERS))
+            if hint:
+                raise AgentError(f"blackbox: there is no placeholder {{{name}}}{hint}")
+
+
+def _found(program: str, path: str | None) -> str:
+    """Return where a program is."""
+    program = fill(program, {"python": sys.executable})
+    if named([program]):
+        return program
+    found = shutil.which(os.path.expanduser(program), path=path)
+    if found is None:
+        where = (
+            "it is not there, or may not be executed" if os.sep in program else f"it is not on PATH ({path or 'ours'})"
+        )
+        raise AgentError(
+            f"blackbox: the program {program!r} cannot be started: {where}. Install it, or name its path with 'program'"
+        )
+    return os.path.abspath(found)

@@ -1,0 +1,305 @@
+"""One program and everything that it starts: started, watched, read, ended.
+
+Owns: :class:`Program`, :class:`Exit` and :class:`Output`; the process beside it is ``supervisor.py``. Refuses: what is
+run, and what its end means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, ClassVar, Final, Self
+
+from turnwise.errors import AgentError, shown
+
+MARK: Final = "TURNWISE_PROGRAM"
+"""Environment variable that every process of a program has, unless it takes it away."""
+_SUPERVISOR: Final = Path(__file__).with_name("supervisor.py")
+_END_S: Final = 20.0
+"""Seconds that a supervisor gets to kill a tree before it is done without it."""
+_DRAIN_S: Final = 2.0
+
+
+class ProgramError(AgentError):
+    """A program could not be run to its end, which is no fault of the policy: it may be tried again."""
+
+    retryable: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a program wrote to one of its outputs.
+
+    Attributes:
+        text: All of it, or its beginning and its end.
+        size: How many bytes it wrote.
+        cut: Whether some of them are left out.
+    """
+
+    text: str
+    size: int
+    cut: bool
+
+    def end(self, most: int = 2000) -> str:
+        """Return the end of it, for messages."""
+        text = self.text.strip()
+        return text if len(text) <= most else f"...{text[-most:]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a program ended.
+
+    Attributes:
+        status: Its exit status; negative where a signal ended it, None where it was ended from here.
+        stdout: What it wrote.
+        stderr: What it wrote there.
+        swept: How many processes of its tree were killed.
+    """
+
+    status: int | None
+    stdout: Output
+    stderr: Output
+    swept: int
+
+
+class Program:
+    """A running program; made by :meth:`start`, and ended by :meth:`end`, always."""
+
+    def __init__(self, process: asyncio.subprocess.Process, mark: str, stdout: Capture, stderr: Capture) -> None:
+        self._process = process
+        self._mark = mark
+        self._stdout, self._stderr = stdout, stderr
+        self._status: int | None = None
+        self._swept, self._all_swept = 0, False
+        self._over = asyncio.Event()
+        self._listening: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        stdin: bytes | int = b"",
+        most_output: int = 65536,
+        on_line: Callable[[bytes], None] | None = None,
+    ) -> Self:
+        """Start a program in a session of its own.
+
+        Args:
+            argv: The command line.
+            env: All of its environment.
+            cwd: Where it works.
+            stdin: What it reads, or the descriptor that it reads from, which is closed here.
+            most_output: Bytes of each output that are kept.
+            on_line: Called with each line of its standard output, when it is there.
+
+        Raises:
+            ProgramError: It cannot be started; the message says why.
+        """
+        mark = secrets.token_hex(16)
+        stdout, stderr = Capture(most_output, on_line), Capture(most_output)
+        given = _file_of(stdin)
+        try:
+            theirs = [await stdout.open(), await stderr.open()]
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(given.fileno()), *map(str, theirs)),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    pass_fds=(given.fileno(), *theirs),
+                    start_new_session=True,
+                )
+            finally:
+                for descriptor in theirs:
+                    os.close(descriptor)
+        except OSError as error:
+            await asyncio.gather(stdout.close(0), stderr.close(0))
+            raise ProgramError(f"no process can be started: {error}") from error
+        finally:
+            given.close()
+        program = cls(process, mark, stdout, stderr)
+        try:
+            await program._begin({"argv": list(argv), "cwd": str(cwd), "env": {**env, MARK: mark}})
+        except BaseException:
+            await program.end()
+            raise
+        return program
+
+    @property
+    def supervisor(self) -> int:
+        """The process id of what started it and will end its tree."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the program has not ended."""
+        return not self._over.is_set()
+
+    async def wait(self) -> None:
+        """Wait until the program has ended; the rest of its tree may still be there."""
+        await self._over.wait()
+
+    async def end(self) -> Exit:
+        """Kill whatever is left of its tree, and return how it ended. Ending twice is no error.
+
+        A caller that is cancelled meanwhile need not wait: the tree is killed all the same.
+        """
+        process = self._process
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_END_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        if self._listening is not None:
+            await self._listening
+        if not self._all_swept:
+            # Its supervisor was killed, perhaps by the program: what still has its mark is found by that.
+            self._swept += await asyncio.to_thread(kill_marked, self._mark)
+        stdout, stderr = await asyncio.gather(self._stdout.close(_DRAIN_S), self._stderr.close(_DRAIN_S))
+        return Exit(self._status, stdout, stderr, self._swept)
+
+    async def _begin(self, spec: Mapping[str, object]) -> None:
+        process = self._process
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(json.dumps(spec).encode() + b"\n")
+            await process.stdin.drain()
+        first = await self._line()
+        if "pid" not in first:
+            raise ProgramError(f"{shown(spec['argv'])} cannot be started: {first.get('failed', 'nothing was said')}")
+        self._listening = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        while said := await self._line():
+            if "status" in said:
+                self._status = said["status"]
+                self._over.set()
+            if "swept" in said:
+                self._swept, self._all_swept = said["swept"], said["left"] == 0
+        # Without a status it was ended from here, or its supervisor was killed.
+        self._over.set()
+
+    async def _line(self) -> dict[str, int]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        return json.loads(line) if line else {}
+
+
+class Capture(asyncio.Protocol):
+    """Reads a pipe to its end and keeps the beginning and the end of what came.
+
+    Args:
+        most: Bytes that are kept.
+        on_line: Called with each line; with the first ``most`` bytes of a longer one.
+    """
+
+    def __init__(self, most: int, on_line: Callable[[bytes], None] | None = None) -> None:
+        self._most = most
+        self._on_line = on_line
+        self._head, self._tail, self._line = bytearray(), bytearray(), bytearray()
+        self._size = 0
+        self._ended = asyncio.Event()
+        self._transport: asyncio.ReadTransport | None = None
+
+    async def open(self) -> int:
+        """Return a descriptor to write to; whoever asked closes it."""
+        read, write = os.pipe()
+        file = os.fdopen(read, "rb", buffering=0)
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, file)
+        return write
+
+    def data_received(self, data: bytes) -> None:
+        """Keep what is to be kept."""
+        self._size += len(data)
+        half = self._most // 2
+        if self._on_line is not None:
+            self._lines(data)
+        room = half - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data:
+            self._tail += data
+            if len(self._tail) > 2 * half:
+                del self._tail[: len(self._tail) - half]
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the end is all that counts
+        """Note the end."""
+        self._ended.set()
+
+    async def close(self, seconds: float) -> Output:
+        """Wait so long for the end of the pipe, and return what was kept."""
+        if self._transport is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._ended.wait()
+            self._transport.close()
+        half = self._most // 2
+        tail = self._tail[len(self._tail) - min(len(self._tail), half) :]
+        left_out = self._size - len(self._head) - len(tail)
+        between = f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b""
+        text = bytes(self._head + between + tail).decode("utf-8", "replace")
+        return Output(text, self._size, left_out > 0)
+
+    def _lines(self, data: bytes) -> None:
+        *whole, rest = data.split(b"\n")
+        assert self._on_line is not None
+        for part in whole:
+            self._on_line(bytes(self._line + part))
+            self._line.clear()
+        self._line += rest[: max(0, self._most - len(self._line))]
+
+
+def _file_of(stdin: bytes | int) -> IO[bytes]:
+    """Return a file that a program can read all of its input from, however slowly."""
+    if isinstance(stdin, int):
+        return os.fdopen(stdin, "rb", buffering=0)
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file.write(stdin)
+    file.seek(0)
+    return file
+
+
+def kill_marked(mark: str, seconds: float = 10.0) -> int:
+    """Kill every process whose environment holds a mark, until there is none. Returns how many there were."""
+    wanted = f"{MARK}={mark}".encode()
+    killed: set[int] = set()
+    until = time.monotonic() + seconds
+    while found := _marked(wanted):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+        if time.monotonic() > until:
+            break
+        # The kernel takes a moment to end them; nobody but their parent is told.
+        time.sleep(0.005)
+    return len(killed)
+
+
+def _marked(wanted: bytes) -> set[int]:
+    found = set()
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit():
+            # Of an ended process whose parent has not asked, and of others' processes, it is empty or refused.
+            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                if wanted in file.read().split(b"\0"):
+                    found.add(int(name))
+    return found

@@ -1,0 +1,190 @@
+"""Starts one program and outlives its tree. A script of its own: ``python -I -S supervisor.py STDIN STDOUT STDERR``.
+
+It is the parent that every orphan below it is handed to (a subreaper), so a process that forks twice and begins a
+session of its own still ends with the program. It kills the whole tree when the program ends, and when its own
+standard input does: whoever started it holds the other end, so that also happens when that process was killed.
+
+Standard input: one line of JSON (``argv``, ``cwd``, ``env``), then nothing until the end. The three arguments are the
+descriptors that the program gets as its own. Standard output: lines of JSON: ``{"pid": ...}`` or ``{"failed": ...}``,
+then ``{"status": ...}`` if the program ended by itself, then ``{"swept": killed, "left": alive}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+_SUBREAPER, _DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
+_SWEEP_S = 10.0
+
+
+def main(stdin: int, stdout: int, stderr: int) -> None:
+    """Run the program that standard input describes."""
+    for descriptor in (stdin, stdout, stderr):
+        os.set_inheritable(descriptor, False)
+    _prctl(_SUBREAPER, 1)
+    # An ended child wakes the loop below.
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    line = b""
+    while not line.endswith(b"\n"):
+        more = os.read(0, 65536)
+        if not more:
+            return
+        line += more
+    pid = _start(json.loads(line), (stdin, stdout, stderr))
+    for descriptor in (stdin, stdout, stderr):
+        os.close(descriptor)
+    if pid is not None:
+        _report({"pid": pid})
+        status = _watch(pid, wake)
+        if status is not None:
+            _report({"status": status})
+    killed, left = _sweep(wake)
+    _report({"swept": killed, "left": left})
+
+
+def _start(spec: dict[str, object], descriptors: tuple[int, ...]) -> int | None:
+    """Start the program; report why it cannot be."""
+    told, telling = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _become(spec, descriptors, telling)
+    os.close(telling)
+    why = b""
+    while more := os.read(told, 4096):
+        why += more
+    os.close(told)
+    if why:
+        os.waitpid(pid, 0)
+        _report({"failed": why.decode("utf-8", "replace")})
+        return None
+    return pid
+
+
+def _become(spec: dict[str, object], descriptors: tuple[int, ...], telling: int) -> None:
+    """Never returns: becomes the program, or says why it cannot."""
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for each in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        _prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        # Away from 0, 1 and 2 first: one of them may stand where another goes.
+        moved = [os.dup(descriptor) for descriptor in descriptors]
+        for number, descriptor in enumerate(moved):
+            os.dup2(descriptor, number)
+        os.chdir(str(spec["cwd"]))
+        argv, env = spec["argv"], spec["env"]
+        assert isinstance(argv, list)
+        assert isinstance(env, dict)
+        os.execvpe(argv[0], argv, env)
+    except BaseException as error:  # noqa: BLE001 - a process's outermost boundary: the parent is told
+        os.write(telling, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
+    finally:
+        os._exit(127)
+
+
+def _watch(pid: int, wake: int) -> int | None:
+    """Wait until the program has ended and return how, or until nobody wants it any more."""
+    while True:
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+        found = _reap(pid)
+        if found is not None:
+            return found
+        if 0 in ready and not os.read(0, 4096):
+            return None
+
+
+def _reap(pid: int = 0) -> int | None:
+    """Take in what has ended, orphans included; return how the process of that id did, if it is among them."""
+    found = None
+    while True:
+        try:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if ended == 0:
+            return found
+        if ended == pid:
+            found = os.waitstatus_to_exitcode(status)
+
+
+def _sweep(wake: int) -> tuple[int, int]:
+    """Kill everything below this process; return how many processes were killed, and how many would not end."""
+    killed: set[int] = set()
+    until = time.monotonic() + _SWEEP_S
+    # As long as there is a child: a scan may miss a process whose parent ended meanwhile, and that one is a child now.
+    while _has_children():
+        below = _below(os.getpid())
+        if time.monotonic() > until:
+            return len(killed), max(1, len(below))
+        for pid in below:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            killed.add(pid)
+        # Whatever was killed hands its children to this process, whose end is reported here again.
+        if select.select([wake], [], [], 0.01)[0]:
+            os.read(wake, 4096)
+        _reap()
+    return len(killed), 0
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _below(root: int) -> list[int]:
+    """Return the processes below one."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:
+            continue
+        # The name of a program, in parentheses, may hold anything; the parent is the second field behind it.
+        children.setdefault(int(stat[stat.rindex(b")") + 2 :].split()[1]), []).append(int(name))
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes
+
+    # Where there is no such call (it is Linux's), orphans are not handed to this process.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "linux" and libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _report(said: dict[str, object]) -> None:
+    try:
+        os.write(1, json.dumps(said).encode() + b"\n")
+    except OSError:
+        # Nobody listens any more; the tree is swept all the same.
+        return
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))

@@ -1,0 +1,254 @@
+"""The environment's tools over HTTP, for a program that acts in an episode from outside.
+
+Owns: :class:`ToolServer` and :class:`OfferedTools`: one address per episode, at which calls go through ``Episode.call``
+as those of any other agent do. Refuses: MCP's messages (``mcp_messages.py``).
+
+Routes, below an address that cannot be guessed: ``GET /tools/TOKEN`` lists the tools in OpenAI's form, ``POST
+/tools/TOKEN/NAME`` with a JSON object of arguments calls one, ``POST /mcp/TOKEN`` speaks MCP (streamable HTTP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from turnwise.agents.blackbox import mcp_messages
+from turnwise.agents.core import Episode
+from turnwise.envs.core import as_messages
+from turnwise.errors import AgentError, BudgetSpent, TurnwiseError, shown
+from turnwise.tools.response import ToolResponse
+from turnwise.types import Message, ToolCall, ToolSchema, text_of
+
+CALL_ID = "x-tool-call-id"
+"""Header by which a program says which call of the model it makes."""
+REPLY = "reply"
+_REPLY = ToolSchema(
+    REPLY,
+    "Say something to the environment; it answers.",
+    {
+        "type": "object",
+        "properties": {"text": {"type": "string", "description": "What you say."}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
+)
+_MOST_BODY = 4 * 2**20
+
+
+class EpisodeOver(Exception):
+    """A call came after the end of its episode; the message says how it ended."""
+
+
+class OfferedTools:
+    """The tools of one episode, as a program outside is offered them.
+
+    Attributes:
+        schemas: What may be called.
+        url: The address of the plain routes.
+        mcp_url: The address of the MCP server.
+        over: Set when a call ended the episode, or could not be answered for the environment's own failure.
+        failure: What it failed with, if it did.
+    """
+
+    def __init__(self, episode: Episode, token: str, address: str, *, reply: bool) -> None:
+        self.schemas = (*episode.tools, _REPLY) if reply else tuple(episode.tools)
+        self.url = f"{address}/tools/{token}"
+        self.mcp_url = f"{address}/mcp/{token}"
+        self.over = asyncio.Event()
+        self.failure: TurnwiseError | None = None
+        self._episode = episode
+        self._reply = reply
+        self._told: set[str] = set()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def call(self, name: str, arguments: Any, call_id: str = "") -> ToolResponse:
+        """Answer a call.
+
+        Args:
+            name: Of the tool.
+            arguments: A JSON object; anything else is told to be none.
+            call_id: The id under which the model made the call, where the program knows it.
+
+        Raises:
+            EpisodeOver: The episode has ended, by this call or before.
+        """
+        if self.over.is_set():
+            raise EpisodeOver(self._why())
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            if self._reply and name == REPLY:
+                return await self._say(arguments)
+            return await self._episode.call(self._made(name, arguments, call_id))
+        except BudgetSpent:
+            self.over.set()
+            raise EpisodeOver(self._why()) from None
+        except TurnwiseError as error:
+            self.failure = error
+            self.over.set()
+            raise EpisodeOver(self._why()) from error
+        finally:
+            self._running.discard(task)
+
+    async def shut(self) -> None:
+        """Take no more calls, and give up those that run."""
+        self.over.set()
+        running = [task for task in self._running if task is not asyncio.current_task()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _why(self) -> str:
+        if self.failure is not None:
+            return "the episode ended: the environment failed"
+        return "the episode is over: no more calls are answered; finish"
+
+    async def _say(self, arguments: Any) -> ToolResponse:
+        if not (isinstance(arguments, dict) and set(arguments) == {"text"} and isinstance(arguments["text"], str)):
+            return ToolResponse.failure("invalid_arguments", f"{REPLY} takes one text: {{'text': ...}}")
+        message: Message = {"role": "assistant", "content": arguments["text"]}
+        last = self._episode.session.last
+        if last is not None and "turn_id" in last:
+            message["turn_id"] = last["turn_id"]
+        result = await self._episode.step(message)
+        if result.terminated or result.truncated:
+            self.over.set()
+        said = "\n\n".join(text_of(each) for each in as_messages(result.observation))
+        return ToolResponse(text=said or ("The episode is over." if self.over.is_set() else ""))
+
+    def _made(self, name: str, arguments: Any, call_id: str) -> ToolCall:
+        """Return the call under the id of the one that the model made, so that its reward finds its turn."""
+        raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        wrong = None if isinstance(arguments, dict) else f"the arguments are no JSON object: {shown(arguments)}"
+        found = self._id_of(name, arguments, call_id)
+        self._told.add(found)
+        return ToolCall(found, name, arguments if isinstance(arguments, dict) else {}, raw, wrong)
+
+    def _id_of(self, name: str, arguments: Any, call_id: str) -> str:
+        session = self._episode.session
+        if call_id and session.turn_of_call(call_id) is not None:
+            return call_id
+        last = session.last
+        calls = [] if last is None else list(last.get("tool_calls") or ())
+        # Programs put their own name of the server before a tool's; a tool that a shell calls has no call of its own.
+        named = [each for each in calls if each.name == name or each.name.endswith(f"_{name}")]
+        fresh = [each for each in named if each.id not in self._told]
+        equal = [each for each in fresh if each.arguments == arguments]
+        for candidates in (equal, fresh, named, calls):
+            if candidates:
+                return candidates[0].id
+        return f"call_{len(self._told)}"
+
+
+class ToolServer:
+    """Serves the tools of any number of episodes. It listens once the first is offered."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self._offered: dict[str, OfferedTools] = {}
+        self._server: web.Server | None = None
+        self._listening: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
+
+    async def offer(self, episode: Episode, *, reply: bool = False) -> OfferedTools:
+        """Offer the tools of an episode, until :meth:`withdraw`.
+
+        Args:
+            episode: Whose tools.
+            reply: Whether there is a tool besides them by which the program speaks to the environment.
+
+        Raises:
+            AgentError: No port can be bound.
+        """
+        async with self._starting:
+            if self._listening is None:
+                await self._start()
+        assert self._listening is not None
+        token = secrets.token_urlsafe(32)
+        address = f"http://{self._host}:{self._listening.sockets[0].getsockname()[1]}"
+        offered = self._offered[token] = OfferedTools(episode, token, address, reply=reply)
+        return offered
+
+    async def withdraw(self, offered: OfferedTools) -> None:
+        """Answer no call of that episode any more."""
+        self._offered.pop(offered.url.rpartition("/")[2], None)
+        await offered.shut()
+
+    async def close(self) -> None:
+        """Stop listening. Closing twice is no error."""
+        listening, self._listening = self._listening, None
+        if listening is not None and self._server is not None:
+            listening.close()
+            await self._server.shutdown(1.0)
+
+    async def _start(self) -> None:
+        self._server = web.Server(self._answer, access_log=None)
+        try:
+            self._listening = await asyncio.get_running_loop().create_server(self._server, self._host, 0)
+        except OSError as error:
+            raise AgentError(f"the tools of an environment cannot be served at {self._host}: {error}") from error
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        kind, _, rest = request.path.removeprefix("/").partition("/")
+        token, _, name = rest.partition("/")
+        offered = self._offered.get(token)
+        if offered is None or kind not in ("tools", "mcp"):
+            return _told(404, "no open episode has this address; it may have ended")
+        if request.content_length is not None and request.content_length > _MOST_BODY:
+            return _told(413, f"the body has more than {_MOST_BODY} bytes")
+        if kind == "mcp":
+            return await self._mcp(offered, request)
+        if request.method == "GET" and not name:
+            return web.json_response({"tools": [each.to_json() for each in offered.schemas]})
+        if request.method != "POST" or not name:
+            return _told(405, "GET lists the tools; POST to a tool's own address calls it")
+        body = await request.text() if request.can_read_body else ""
+        try:
+            arguments = json.loads(body) if body.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = body
+        try:
+            response = await offered.call(name, arguments, request.headers.get(CALL_ID, ""))
+        except EpisodeOver as over:
+            return _told(409, str(over))
+        return web.json_response({"content": response.content(), "error": response.error})
+
+    async def _mcp(self, offered: OfferedTools, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == "DELETE":
+            return web.Response(status=200)
+        if request.method != "POST":
+            # There are no messages that nobody asked for.
+            return web.Response(status=405, headers={"allow": "POST, DELETE"})
+        try:
+            asked = json.loads(await request.text())
+        except (ValueError, RecursionError):
+            return web.json_response(mcp_messages.not_json(), status=400)
+        answers = [
+            answer
+            for each in (asked if isinstance(asked, list) else [asked])
+            if (answer := await _mcp_answer(offered, each)) is not None
+        ]
+        if not answers:
+            return web.Response(status=202)
+        return web.json_response(answers if isinstance(asked, list) else answers[0])
+
+
+async def _mcp_answer(offered: OfferedTools, asked: Any) -> Mapping[str, Any] | None:
+    call = mcp_messages.read_call(asked)
+    if call is None:
+        return mcp_messages.answer(asked, offered.schemas)
+    try:
+        response = await offered.call(call.name, call.arguments, call.call_id)
+    except EpisodeOver as over:
+        return mcp_messages.result(call, str(over), error=True)
+    return mcp_messages.result(call, response.content(), error=response.error is not None)
+
+
+def _told(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
