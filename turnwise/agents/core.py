@@ -149,10 +149,10 @@ class Episode:
             raise AgentError("episode.address: this episode has no gateway; ask episode.session.chat instead")
         return await self._open_door(self.session_for(name, policy))
 
-    async def step(self, message: Message, *, agent: str = "main") -> StepResult:
+    async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:
         """Hand an assistant message to the environment.
 
-        Rewards and metrics of the step are noted on the turn whose message this is.
+        Rewards and metrics of the step are noted on the turn whose message this is. ``spare``: see :meth:`fit`.
 
         Returns:
             The step's result; its observation is always a list of messages.
@@ -189,7 +189,7 @@ class Episode:
             return result
         calls = len(message.get("tool_calls") or ())
         answers = cast("list[Message]", result.observation)
-        fitted = self._fit(answers, turn, calls, agent)
+        fitted = self.fit(answers, turn, calls, agent, spare=spare)
         return result if fitted is answers else result._replace(observation=fitted)
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
@@ -222,19 +222,29 @@ class Episode:
             # Its siblings are answered by calls of their own: each gets an equal share.
             last = self.session_for(agent).last
             calls = 0 if last is None else len(last.get("tool_calls") or ())
-            [answer] = self._fit([{"role": "tool", "content": response.text}], turn, calls, agent, share=True)
+            [answer] = self.fit([{"role": "tool", "content": response.text}], turn, calls, agent, share=True)
             response.text = str(answer["content"])
         return response
 
-    def _fit(
-        self, messages: list[Message], turn_id: str | None, calls: int, agent: str, *, share: bool = False
+    def fit(
+        self,
+        messages: list[Message],
+        turn_id: str | None,
+        calls: int,
+        agent: str = "main",
+        *,
+        share: bool = False,
+        spare: int = 0,
     ) -> list[Message]:
-        """Cut answers of tools that would not fit into what is left of the context behind a turn."""
+        """Return answers to the calls of a turn (one's with ``share``), cut to what the context has left behind it.
+
+        ``spare``: tokens that the agent frees before it asks again.
+        """
         session, count_tokens = self._sessions.get(agent), self._env.count_tokens
         left = None if session is None or turn_id is None or not calls else session.room_behind(turn_id)
         if left is None or count_tokens is None:
             return messages
-        room = room_for_answers(left, self.limits.context_length, self.limits.max_tokens_per_turn, calls)
+        room = room_for_answers(left + spare, self.limits.context_length, self.limits.max_tokens_per_turn, calls)
         found, cut = fit_messages(messages, room // calls if share else room, count_tokens)
         if not cut:
             return messages

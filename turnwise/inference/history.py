@@ -1,7 +1,8 @@
 """The canonical form of conversations that grow: what is known already is not reduced again.
 
-Owns: the memory of the last requests, as copies that no edit reaches, :func:`snapshot`, and what ``==`` does not tell
-(:func:`switches_of`). Refuses: what messages mean; ``canonical.py`` knows that.
+Owns: the memory of the last requests (:class:`History`) and of the tools that they offered (:class:`Offers`), as copies
+that no edit reaches, :func:`snapshot`, and what ``==`` does not tell (:func:`switches_of`). Refuses: what messages
+mean; ``canonical.py`` knows that.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.errors import SessionError
-from turnwise.inference.canonical import Canonical, Canonicalizer, Recognise
-from turnwise.types import Message, ToolCall
+from turnwise.inference.canonical import Canonical, Canonicalizer, Recognise, canonical_tools
+from turnwise.inference.template_args import TemplateArguments
+from turnwise.inference.tree import RootKey
+from turnwise.types import Message, ToolCall, ToolSchema
 
 # So many conversations of one session are remembered: an agent and the sub-agents that it talks to in turn.
 _CONVERSATIONS = 4
@@ -115,6 +118,29 @@ class History:
             if most == len(each.messages):
                 break
         return best, most
+
+
+class Offers:
+    """The tools that the last request offered, and what its root is known by."""
+
+    __slots__ = ("_key", "_switches", "_tools")
+
+    def __init__(self) -> None:
+        self._tools: tuple[ToolSchema, ...] = ()
+        self._key: RootKey = ((), ())
+        self._switches: list[Switch] = []
+
+    def offered(
+        self, tools: tuple[ToolSchema, ...], arguments: TemplateArguments
+    ) -> tuple[tuple[ToolSchema, ...], RootKey]:
+        """Return a request's tools and the key of its root. They are copies: what was offered stays, whoever edits its
+        schema.
+        """
+        if tools != self._tools or not same_switches(self._switches, [tool.parameters for tool in tools]):
+            self._tools = copy.deepcopy(tools)
+            self._key = (canonical_tools(self._tools), ())
+            self._switches = list(switches_of([tool.parameters for tool in self._tools]))
+        return self._tools, (self._key[0], arguments) if arguments else self._key
 
 
 def _known(last: _Remembered, messages: Sequence[Message]) -> int:

@@ -10,7 +10,6 @@ reason that is counted.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -20,15 +19,15 @@ import numpy as np
 
 from turnwise.errors import InferenceError, SessionError, TurnwiseError
 from turnwise.inference.answer import answer, check_completion, read_completion
-from turnwise.inference.canonical import Canonical, canonical_tools
+from turnwise.inference.canonical import Canonical
 from turnwise.inference.core import LLMClient, Renderer, closing
 from turnwise.inference.echo import Echoes, EchoPolicy
 from turnwise.inference.forks import fork_reason
-from turnwise.inference.history import History, Switch, same_switches, snapshot, switches_of
+from turnwise.inference.history import History, Offers, snapshot
 from turnwise.inference.ledger import join_deltas
 from turnwise.inference.limits import SessionLimits, room_for
 from turnwise.inference.placed import Placed, Recorded
-from turnwise.inference.template_args import TemplateArguments, template_arguments
+from turnwise.inference.template_args import template_arguments
 from turnwise.inference.tree import Match, Node, Opened, RootKey, Tree, addressed, segment_of
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
@@ -96,8 +95,7 @@ class Session:
         self._failure: TurnwiseError | None = None
         self._requests = 0
         self._history = History(self._echoes.recognise)
-        self._tools: tuple[tuple[ToolSchema, ...], RootKey] = ((), ((), ()))
-        self._switches: list[Switch] = []
+        self._offers = Offers()
         self._prompt_tokens = 0
         self._encoded_tokens = 0
         self._escaped = 0
@@ -127,6 +125,19 @@ class Session:
             if node.turn_id == turn_id:
                 return self.limits.context_length - sum(len(each.ids) for each in node.path())
         return None
+
+    def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
+        """Return how many tokens the prompt of such a request would have. Nothing is sent, and nothing is recorded.
+
+        Raises:
+            TurnwiseError: As :meth:`chat`, where it cannot be placed or rendered.
+        """
+        escaped = self._escaped
+        offered = self._offers.offered(tuple(tools or ()), self._renderer.arguments)
+        match = self._match(self._history.reduce(messages), *offered, self._renderer)
+        self._escaped = escaped
+        before = 0 if match.parent is None else sum(len(node.ids) for node in match.parent.path())
+        return before + len(match.ids)
 
     async def chat(
         self,
@@ -245,19 +256,6 @@ class Session:
             "tokens_over_limit": 0 if budget is None else max(0, self._tree.tokens - budget),
         }
 
-    def _offered(
-        self, tools: tuple[ToolSchema, ...], arguments: TemplateArguments
-    ) -> tuple[tuple[ToolSchema, ...], RootKey]:
-        """Return a request's tools and the key of its root. They are copies: what was offered stays, whoever edits its
-        schema.
-        """
-        if tools != self._tools[0] or not same_switches(self._switches, [tool.parameters for tool in tools]):
-            own = copy.deepcopy(tools)
-            self._tools = (own, (canonical_tools(own), ()))
-            self._switches = list(switches_of([tool.parameters for tool in own]))
-        own, key = self._tools
-        return own, (key[0], arguments) if arguments else key
-
     # Match and extend
 
     def _open(
@@ -273,7 +271,7 @@ class Session:
         if template_args:
             renderer = renderer.under(template_arguments(template_args))
         canonical = self._history.reduce(messages)
-        match = self._match(canonical, *self._offered(tuple(tools or ()), renderer.arguments), renderer)
+        match = self._match(canonical, *self._offers.offered(tuple(tools or ()), renderer.arguments), renderer)
         prompt = self._prompt(match)
         limited = self._limited(params or self.params, prompt)
         if limited.guide is not None:

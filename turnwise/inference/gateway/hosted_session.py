@@ -24,6 +24,7 @@ from turnwise.inference.gateway.settings import SETTINGS, SessionSettings
 from turnwise.inference.history import History
 from turnwise.inference.limits import SessionLimits, room_for
 from turnwise.inference.session import Placed, Session
+from turnwise.tools.limits import estimated_tokens
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, ToolCall, ToolSchema
 
 _NO_LOGPROBS = np.zeros(0, np.float32)
@@ -219,6 +220,11 @@ class TextSession(Session):
     def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - nobody knows
         """Return None: nobody knows how much a hosted endpoint can take."""
         return None
+
+    def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
+        """Return about how many tokens the prompt of such a request would have: four bytes of text are one."""
+        said = [str(message.get(part) or "") for message in messages for part in ("content", "tool_calls")]
+        return estimated_tokens("".join([*said, *(str(tool.to_json()) for tool in tools or ())]))
 
     def _recognise(self, ids: Sequence[str], message: Canonical) -> Canonical | None:
         if self._repeated.intersection(ids):
