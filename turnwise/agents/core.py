@@ -152,7 +152,8 @@ class Episode:
     async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:
         """Hand an assistant message to the environment.
 
-        Rewards and metrics of the step are noted on the turn whose message this is. ``spare``: see :meth:`fit`.
+        Rewards and metrics of the step are noted on the turn whose message this is. Answers are cut to the room that
+        the context has left, and ``spare`` tokens that the agent frees before it asks again.
 
         Returns:
             The step's result; its observation is always a list of messages.
@@ -227,28 +228,18 @@ class Episode:
         return response
 
     def fit(
-        self,
-        messages: list[Message],
-        turn_id: str | None,
-        calls: int,
-        agent: str = "main",
-        *,
-        share: bool = False,
-        spare: int = 0,
+        self, messages: list[Message], turn: str | None, calls: int, agent: str, *, share: bool = False, spare: int = 0
     ) -> list[Message]:
-        """Return answers to the calls of a turn (one's with ``share``), cut to what the context has left behind it.
-
-        ``spare``: tokens that the agent frees before it asks again.
-        """
+        """Cut answers to a turn's calls (one's: ``share``) to the room behind it and ``spare``, soon to be freed."""
         session, count_tokens = self._sessions.get(agent), self._env.count_tokens
-        left = None if session is None or turn_id is None or not calls else session.room_behind(turn_id)
+        left = None if session is None or turn is None or not calls else session.room_behind(turn)
         if left is None or count_tokens is None:
             return messages
         room = room_for_answers(left + spare, self.limits.context_length, self.limits.max_tokens_per_turn, calls)
         found, cut = fit_messages(messages, room // calls if share else room, count_tokens)
         if not cut:
             return messages
-        self.count({"tool_answers_cut": float(cut)}, turn_id, agent=agent)
+        self.count({"tool_answers_cut": float(cut)}, turn, agent=agent)
         return found
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:

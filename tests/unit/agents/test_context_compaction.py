@@ -115,7 +115,7 @@ async def test_a_model_that_only_calls_goes_on_with_its_calls_answered(tmp_path)
             return calling
         return lines.pop(0)
 
-    played = await play(tmp_path, ToyRenderer(), script, compaction(), context_length=3000)
+    played = await play(tmp_path, ToyRenderer(), script, compaction(), context_length=4000)
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "completed")
     assert played.counted() == {"failed_compactions": 1}
     assert played.trajectory.forks() == {}
@@ -173,10 +173,10 @@ async def test_a_summary_that_does_not_shrink_is_not_used_and_not_tried_again(tm
 
 async def test_summaries_count_as_turns(tmp_path):
     played = await play(
-        tmp_path, ToyRenderer(), summarising([*reads(*range(12)), DONE]), compaction(), context_length=3000, max_turns=5
+        tmp_path, ToyRenderer(), summarising([*reads(*range(12)), DONE]), compaction(), context_length=3000, max_turns=6
     )
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "max_turns")
-    assert played.trajectory.metrics["turns"] == 5
+    assert played.trajectory.metrics["turns"] == 6
     assert ASK in played.prompts[-1]
 
 

@@ -151,6 +151,7 @@ def read_context(given: Mapping[str, Any] | ContextConfig | None) -> ContextConf
         return given
     data = {"context": {} if given is None else given}
     try:
-        return _AgentConfig.model_validate(data).context
+        agent: _AgentConfig = _AgentConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError(report_problems(_AgentConfig, data, {}, error.errors(include_url=False))) from None
+    return agent.context

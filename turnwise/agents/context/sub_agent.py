@@ -87,7 +87,8 @@ class Team:
                 else:
                     further.append(each)
         ordered = [answers[call.id] for call in calls if call.id in answers]
-        return self._episode.fit([*ordered, *further], message["turn_id"], len(calls), spare=talk.spare(len(calls)))
+        heard, spare = [*ordered, *further], talk.spare(len(calls))
+        return self._episode.fit(heard, message["turn_id"], len(calls), "main", spare=spare)
 
     async def _step(self, talk: Conversation, message: Message) -> list[Message]:
         # The environment's state is one: who comes first is answered first, while the others' models go on.
