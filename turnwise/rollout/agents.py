@@ -6,6 +6,7 @@ registering anything; a run's names end with it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from turnwise.agents.core import Agent
@@ -71,6 +72,10 @@ class AgentTable:
                 find_agent(entry.target)
             except (AgentError, ConfigError, RegistryError) as error:
                 raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
+
+    async def close(self) -> None:
+        """Release what the agents hold."""
+        await asyncio.gather(*(agent.close() for agent in self._made.values()))
 
     def _agent(self, name: str, own: dict[str, object]) -> Agent:
         key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name

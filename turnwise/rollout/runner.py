@@ -157,7 +157,7 @@ class EpisodeRunner:
 
     async def close(self) -> None:
         """Close the agents, what the configured tools hold, the environment that no episode took, and the gateway."""
-        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
+        await self._agents.close()
         await self._gateway.close()
         await self._close_spare()
         await self._toolbox.close()
