@@ -29,6 +29,7 @@ from turnwise.tools.loading import Toolbox
 from turnwise.tools.media import check_media
 from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.credit import load_credit
 from turnwise.trainer.learner import pick_device
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
 
@@ -246,6 +247,7 @@ class _Checker:
         agents.own()
         agents.check()
         name = self._config.rollout.agent.name
+        load_credit(self._config.algorithm.credit)
         manager = check_manager(self._config.rollout, self._config.custom)
         return name if manager is None else f"{name}, rolled out by {manager.__qualname__}"
 

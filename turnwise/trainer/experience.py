@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from turnwise.agents.roles import role_of
-from turnwise.trainer.advantages import advantage_fn
 from turnwise.trainer.config import AlgorithmConfig
+from turnwise.trainer.credit import assign, credit_metrics, on_tokens
 from turnwise.trainer.packing import TrainRow
 from turnwise.trajectory import Trajectory, TrajectoryGroup, to_samples
 
@@ -42,7 +42,8 @@ def build_experience(
 ) -> Experience:
     """Turn groups into rows with advantages.
 
-    A trajectory is one member of its group, however many branches (rows) it has: all of them carry its advantage.
+    A trajectory is one member of its group, however many branches (rows) it has: all of them carry its advantage, or
+    that of their turns, as ``config.credit`` says.
     Trajectories that an error ended are no members: a failure is not a reward. Neither are those in which nothing was
     sampled (the game ended before it was their turn): their reward says nothing of the policy. Who is compared with
     whom is decided by ``Trajectory.group_id``: sessions of different roles within an episode are compared apart, unless
@@ -57,17 +58,14 @@ def build_experience(
 
     Raises:
         RegistryError: No such estimator.
-        TrainError: A reward is not finite.
+        ConfigError: The credit's function cannot be loaded.
+        TrainError: A reward, or what a turn is worth, is not finite.
     """
     mine = [each for group in groups for each in group.trajectories if each.policy == policy]
     whole = [each for each in mine if each.error is None]
     members = [each for each in whole if each.sampled_tokens]
-    numbers: dict[str, int] = {}
-    index = torch.tensor([numbers.setdefault(each.group_id, len(numbers)) for each in members], dtype=torch.int64)
-    rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
-    estimate = advantage_fn(config.advantage)
-    result = estimate(rewards, index, norm_by_std=config.norm_by_std, eps=config.std_eps)
-    dead = [bool(flag) for flag in result.dead]
+    result = assign(members, config)
+    dead = result.dead
     rows: list[TrainRow] = []
     cut = empty = 0
     for number, trajectory in enumerate(members):
@@ -75,9 +73,10 @@ def build_experience(
         cut += samples.unowned_tokens
         empty += samples.empty_leaves
         if not (dead[number] and config.drop_zero_variance):
-            advantage = float(result.values[number])
-            rows += [TrainRow(sample, advantage, temperature=temperature) for sample in samples.rows]
+            value = result.values[number]
+            rows += [TrainRow(each, on_tokens(each, value), temperature=temperature) for each in samples.rows]
     metrics = _trajectory_metrics(whole, dead) | _source_metrics(groups, policy) | _role_metrics(groups, policy)
+    metrics |= credit_metrics(result)
     metrics |= {
         "batch/groups": float(result.groups),
         "batch/dead_groups": float(result.dead_groups),

@@ -35,6 +35,7 @@ from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, restore_rng
 from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.credit import load_credit
 from turnwise.trainer.data import TaskStream, open_tasks
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
@@ -221,6 +222,7 @@ class _Start:
 async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> _Start:
     """Read everything that can be wrong; change nothing."""
     check_manager(config.rollout, config.custom)
+    load_credit(config.algorithm.credit)
     digest = config_digest(config)
     store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
     if fresh:

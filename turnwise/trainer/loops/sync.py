@@ -26,7 +26,9 @@ async def train_sync(run: TrainRun) -> None:
         run.display.status(f"step {step}: rolling out")
         run.manager.generate_sequences(run.tasks.take(config.batch.groups, config.rollout.group_size))
         ref, metrics = await run.buffer.sample(step, "train", config.batch.groups)
-        groups = await run.buffer.fetch(ref, ("tokens", "rewards", "metrics"))
+        # Only a function of the user's may want to read what was said.
+        fields = ("tokens", "rewards", "metrics", *(("messages",) if config.algorithm.credit.custom else ()))
+        groups = await run.buffer.fetch(ref, fields)
         sampled = time.monotonic()
 
         run.display.status(f"step {step}: updating")

@@ -1,0 +1,326 @@
+"""Credit: which turn is given how much, how that meets the comparison of a group, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise.config import load_config
+from turnwise.errors import ConfigError, TrainError
+from turnwise.trainer.advantages import grpo
+from turnwise.trainer.aggregation import weigh
+from turnwise.trainer.config import AlgorithmConfig, CreditConfig
+from turnwise.trainer.credit import compared, load_credit, returns, shares, turn_rewards
+from turnwise.trainer.experience import build_experience
+from turnwise.trainer.metrics import meaning
+from turnwise.trainer.packing import pack
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
+
+TOKENS = 3
+
+
+def trajectory(
+    name: str, turns: int, rewards: list[tuple[int | None, float]], *, group: str = "g", fork: bool = False
+) -> Trajectory:
+    """Contexts and turns in one branch; with ``fork`` the last turn stands beside the one before it."""
+    segments: list[Segment] = []
+    for number in range(turns):
+        parent = len(segments) - 1
+        if fork and number == turns - 1 and number:
+            parent = segments[parent - 1].parent
+        segments.append(Segment(len(segments), parent, "context", np.arange(2, dtype=np.int32)))
+        segments.append(
+            Segment(
+                len(segments), len(segments) - 1, "sampled", np.arange(10, 10 + TOKENS, dtype=np.int32),
+                turn_id=f"{name}{number}", logprobs=-np.ones(TOKENS, np.float32), weight_versions=((0, 0, TOKENS),),
+                finish_reason="stop",
+            )
+        )  # fmt: skip
+    events = [(None if turn is None else f"{name}{turn}", "r", value) for turn, value in rewards]
+    return Trajectory(name, name, group, "task", segments=segments, rewards=events)
+
+
+def build(members: list[Trajectory], credit: object = "same", **config: object):
+    algorithm = load_config(AlgorithmConfig, defaults={"norm_by_std": False, "credit": credit, **config})
+    return build_experience([TrajectoryGroup("g", "task", members)], algorithm, temperature=1.0)
+
+
+def told(result) -> dict[str, list[float]]:
+    """The advantage of each trained turn, by trajectory; every trained token of a turn is told the same."""
+    found: dict[str, dict[int, float]] = {}
+    for row in result.rows:
+        values = np.broadcast_to(row.advantage, row.sample.input_ids.shape)
+        assert not isinstance(row.advantage, np.ndarray) or not values[row.sample.turn_ids < 0].any()
+        for turn in set(row.sample.turn_ids[row.sample.loss_mask].tolist()):
+            of_turn = set(values[row.sample.turn_ids == turn].tolist())
+            assert len(of_turn) == 1
+            found.setdefault(row.sample.trajectory_id, {})[turn] = of_turn.pop()
+    return {name: [of[turn] for turn in sorted(of)] for name, of in found.items()}
+
+
+PAIR = [trajectory("a", 3, [(None, 1.0)]), trajectory("b", 2, [(None, 0.0)])]
+PAID = [trajectory("a", 3, [(0, 1.0), (None, 2.0)]), trajectory("b", 2, [(1, 1.0)])]
+
+
+@pytest.mark.parametrize(
+    ("credit", "wanted"),
+    [
+        # Mean 0.5: the advantages of the trajectories are 0.5 and -0.5.
+        ("same", {"a": [0.5, 0.5, 0.5], "b": [-0.5, -0.5]}),
+        ("last", {"a": [0, 0, 0.5], "b": [0, -0.5]}),
+        ({"name": "discounted", "gamma": 0.5}, {"a": [0.125, 0.25, 0.5], "b": [-0.25, -0.5]}),
+        # Nothing was noted on a turn: what follows from each is the whole reward, so this is "same".
+        ("turns", {"a": [0.5, 0.5, 0.5], "b": [-0.5, -0.5]}),
+    ],
+)
+def test_a_reward_at_the_end(credit: object, wanted: dict[str, list[float]]) -> None:
+    assert told(build(PAIR, credit)) == wanted
+
+
+def test_rewards_of_turns_reach_the_turns_before_them_and_no_later_one() -> None:
+    # a: rewards 1, 0, 2, so 3, 2, 2 follow: mean 7/3. b: 0, 1, so 1, 1 follow: mean 1. The group's mean is 5/3.
+    found = told(build(PAID, "turns"))
+    assert found["a"] == pytest.approx([4 / 3, 1 / 3, 1 / 3])
+    assert found["b"] == pytest.approx([-2 / 3, -2 / 3])
+    # Discounted by a half: 1.5, 1, 2 and 0.5, 1. Means 1.5 and 0.75, together 1.125.
+    found = told(build(PAID, {"name": "turns", "gamma": 0.5}))
+    assert found["a"] == pytest.approx([0.375, -0.125, 0.875])
+    assert found["b"] == pytest.approx([-0.625, -0.125])
+
+
+def test_the_spread_counts_each_trajectory_once() -> None:
+    found = told(build(PAID, "turns", norm_by_std=True, std_eps=1e-9))
+    # Around 5/3: a has 16/9, 1/9, 1/9 (mean 2/3), b has 4/9 (mean 4/9); their sum over n - 1 = 1 is 10/9.
+    scale = math.sqrt(10 / 9)
+    assert found["a"] == pytest.approx([4 / 3 / scale, 1 / 3 / scale, 1 / 3 / scale])
+
+
+def test_equal_totals_earned_in_different_turns_still_teach() -> None:
+    early = trajectory("a", 2, [(0, 1.0)])
+    late = trajectory("b", 2, [(1, 1.0)])
+    assert told(build([early, late], "same")) == {}, "as wholes they are equal"
+    result = build([early, late], "turns")
+    # 1, 0 and 1, 1 follow: the mean of their means is 3/4.
+    assert told(result) == {"a": [0.25, -0.75], "b": [0.25, 0.25]}
+    assert result.metrics["batch/dead_groups"] == 0
+    assert result.metrics["reward/informative"] == 1.0
+
+
+def test_turns_worth_the_same_and_groups_of_one_teach_nothing() -> None:
+    for members in ([trajectory("a", 2, [(1, 1.0)]), trajectory("b", 3, [(2, 1.0)])], [trajectory("a", 2, [(0, 5.0)])]):
+        for drop in (True, False):
+            result = build(members, "turns", drop_zero_variance=drop)
+            assert result.metrics["batch/dead_groups"] == 1
+            assert {value for each in told(result).values() for value in each} <= {0.0}
+
+
+def test_the_turns_of_a_fork_are_counted_in_the_order_in_which_they_were_committed() -> None:
+    forked = trajectory("a", 3, [(1, 2.0), (None, 1.0)], fork=True)
+    result = build([forked, trajectory("b", 1, [])], "turns", norm_by_std=False)
+    assert len([row for row in result.rows if row.sample.trajectory_id == "a"]) == 2
+    # 3, 3, 1 follow, mean 7/3; b is 0: the group's mean is 7/6.
+    assert told(result)["a"] == pytest.approx([3 - 7 / 6, 3 - 7 / 6, 1 - 7 / 6])
+
+
+def test_rewards_of_the_episode_and_of_unknown_turns_come_with_the_last_turn() -> None:
+    member = trajectory("a", 2, [(None, 1.0), (0, 0.5)])
+    member.rewards.append(("a turn of another session", "r", 4.0))
+    assert turn_rewards(member) == [0.5, 5.0]
+    assert sum(turn_rewards(member)) == member.reward
+
+
+def by_length(trajectory: Trajectory) -> list[float]:
+    return [float(number) for number, _ in enumerate(trajectory.turns())]
+
+
+def broken(trajectory: Trajectory) -> list[float]:
+    raise KeyError("critic")
+
+
+ANSWERS: dict[str, object] = {}
+
+
+def answering(trajectory: Trajectory) -> object:
+    return ANSWERS["now"]
+
+
+async def later(trajectory: Trajectory) -> list[float]:
+    raise AssertionError
+
+
+def of_two(trajectory: Trajectory, other: object) -> list[float]:
+    raise AssertionError
+
+
+def test_a_function_says_what_turns_are_worth() -> None:
+    # 0, 1, 2 and 0, 1: means 1 and 0.5, together 0.75.
+    assert told(build(PAIR, f"{__name__}:by_length")) == {"a": [-0.75, 0.25, 1.25], "b": [-0.75, 0.25]}
+
+
+def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "credit.py"
+    file.write_text("def halves(trajectory):\n    return [0.5] * sum(1 for _ in trajectory.turns())\n")
+    credit = CreditConfig(name=f"{file}:halves")
+    function = load_credit(credit)
+    assert function is not None
+    assert function(PAIR[0]) == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (f"{__name__}:nobody", "has no 'nobody'"),
+        ("no_such_package.f", "there is no module 'no_such_package'"),
+        (f"{__name__}:later", "is async"),
+        (f"{__name__}:of_two", "cannot be called as f(trajectory)"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_found_before_anything_starts(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.credit") as error:
+        load_credit(CreditConfig(name=name))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([1.0], "for trajectory a: it must be a list of 3 numbers"),
+        (None, "returned None for trajectory a"),
+        ([0.0, math.nan, 1.0], "returned nan for a turn of trajectory a: not a finite number"),
+        ([0.0, True, 1.0], "returned True"),
+        ([0.0, "1", 1.0], "returned '1'"),
+    ],
+)
+def test_what_a_function_returns_is_held_to_its_contract(answer: object, said: str) -> None:
+    ANSWERS["now"] = answer
+    with pytest.raises(TrainError, match=r"algorithm\.credit") as error:
+        build(PAIR, f"{__name__}:answering")
+    assert said in str(error.value)
+
+
+def test_a_function_that_raises_is_named() -> None:
+    with pytest.raises(TrainError, match=r"broken' raised KeyError for trajectory a: 'critic'"):
+        build(PAIR, f"{__name__}:broken")
+
+
+@pytest.mark.parametrize(
+    ("credit", "said"),
+    [
+        ("lasts", "name is 'lasts'; allowed: same, last, discounted, turns, or pkg.module:function"),
+        ("discounted", "gamma, in (0, 1]"),
+        ({"name": "last", "gamma": 0.9}, "no gamma: 'last' does not discount"),
+        ({"name": "discounted", "gamma": 1.5}, "allowed: at most 1.0"),
+        ({"name": "turns", "gama": 0.5}, "did you mean credit.gamma?"),
+    ],
+)
+def test_a_wrong_section_says_what_is_allowed(credit: object, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(AlgorithmConfig, defaults={"credit": credit})
+    assert said in str(error.value)
+
+
+def test_turns_are_compared_as_grpo_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules["turnwise.trainer.advantages"].ADVANTAGES, "mine", grpo)
+    assert told(build(PAIR, "last", advantage="mine")) == told(build(PAIR, "last"))
+    with pytest.raises(ConfigError, match="compares turns as grpo"):
+        build(PAIR, "turns", advantage="mine")
+
+
+def test_an_infinite_reward_is_refused() -> None:
+    bad = replace(PAIR[0], rewards=[(None, "r", math.inf)])
+    for credit in ("same", "last", "turns"):
+        with pytest.raises(TrainError, match="finite"):
+            build([bad, PAIR[1]], credit)
+
+
+def test_metrics_are_documented_and_only_there_where_turns_are_told_apart() -> None:
+    found = build(PAIR, "last").metrics
+    assert found["credit/spread"] == 0.5
+    assert found["credit/silent_turns"] == pytest.approx(3 / 5)
+    assert (found["credit/first"], found["credit/last"]) == (0.0, 0.5)
+    assert [name for name in found if meaning(name) is None] == []
+    assert [name for name in build(PAIR, "same").metrics if name.startswith("credit/")] == []
+
+
+# Properties.
+
+REWARD = st.floats(-10, 10).map(lambda value: round(value, 3))
+GROUP = st.lists(st.lists(REWARD, min_size=1, max_size=5), min_size=1, max_size=5)
+CREDITS = st.sampled_from(["same", "last", {"name": "discounted", "gamma": 0.7}, "turns", f"{__name__}:by_length"])
+
+
+def members_of(groups: list[list[list[float]]], forks: bool) -> list[Trajectory]:
+    return [
+        trajectory(f"m{g}-{m}-", len(turns), list(enumerate(turns)), group=f"g{g}", fork=forks)
+        for g, group in enumerate(groups)
+        for m, turns in enumerate(group)
+    ]
+
+
+@given(st.lists(GROUP, min_size=1, max_size=3), CREDITS, st.booleans(), st.booleans())
+def test_every_sampled_token_is_trained_once_with_its_weight_whatever_the_credit(
+    groups: list[list[list[float]]], credit: object, forks: bool, norm: bool
+) -> None:
+    members = members_of(groups, forks)
+    plain = build(members, "same", drop_zero_variance=False, norm_by_std=norm)
+    result = build(members, credit, drop_zero_variance=False, norm_by_std=norm)
+    # 3: each sampled token once. 10: the weights of a trajectory are those that they would be without credit.
+    assert result.metrics["batch/trained_tokens"] == sum(each.sampled_tokens for each in members)
+    for mode in ("token_mean", "trajectory_mean", "trajectory_sum"):
+        weights = [[row.weight for row in weigh(each.rows, mode)[0]] for each in (result, plain)]  # type: ignore[arg-type]
+        assert weights[0] == weights[1]
+    # 11: a group of one has advantage 0; all advantages are finite, and reach the batch as they are.
+    for row in result.rows:
+        assert np.isfinite(row.advantage).all()
+        if sum(each.group_id == row.sample.group_id for each in members) == 1:
+            assert not np.any(row.advantage)
+    for micro in pack(result.rows, 64):
+        for (start, length, _), index in zip(micro.segments, micro.rows, strict=True):
+            row = result.rows[index]
+            wanted = np.where(row.sample.loss_mask, row.advantage, 0).astype(np.float32)
+            assert micro.advantages[0, start : start + length].numpy().tolist() == wanted.tolist()
+
+
+@given(st.lists(st.lists(REWARD, min_size=1, max_size=6), min_size=2, max_size=6), st.booleans())
+def test_credited_turns_of_a_group_balance_each_other(group: list[list[float]], norm: bool) -> None:
+    worth = [returns(rewards, 1.0) for rewards in group]
+    found, dead = compared(worth, [0] * len(group), norm_by_std=norm, eps=1e-4)
+    assert sum(float(each.mean()) for each in found) == pytest.approx(0, abs=1e-6)
+    assert len(set(dead)) == 1
+    assert dead[0] == (len({float(value) for each in worth for value in each}) == 1)
+
+
+@given(st.lists(st.tuples(REWARD, st.integers(1, 5)), min_size=1, max_size=6), st.booleans())
+def test_where_all_turns_are_worth_the_same_turns_are_compared_as_grpo_compares_trajectories(
+    group: list[tuple[float, int]], norm: bool
+) -> None:
+    worth = [np.full(turns, reward) for reward, turns in group]
+    found, dead = compared(worth, [0] * len(group), norm_by_std=norm, eps=1e-4)
+    rewards = torch.tensor([reward for reward, _ in group], dtype=torch.float64)
+    wanted = grpo(rewards, torch.zeros(len(group), dtype=torch.int64), norm_by_std=norm, eps=1e-4)
+    assert [each[0] for each in found] == pytest.approx(wanted.values.tolist(), rel=1e-5, abs=1e-6)
+    assert dead == wanted.dead.tolist()
+
+
+@given(st.integers(1, 8), st.floats(0.01, 1.0))
+def test_shares_give_the_last_turn_all(turns: int, gamma: float) -> None:
+    for name in ("same", "last", "discounted"):
+        found = shares(name, turns, gamma)
+        assert (len(found), found[-1]) == (turns, 1.0)
+        assert ((found >= 0) & (found <= 1)).all()
+
+
+def test_the_default_path_is_what_it_was_bit_by_bit() -> None:
+    members = [trajectory(f"m{n}", 1 + n % 3, [(None, value)]) for n, value in enumerate([0.1, 0.7, 0.35, 0.7])]
+    result = build(members, norm_by_std=True)
+    rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
+    wanted = grpo(rewards, torch.zeros(4, dtype=torch.int64))
+    assert [row.advantage for row in result.rows] == [float(value) for value in wanted.values]
