@@ -59,7 +59,7 @@ def shares(name: str, turns: int, gamma: float) -> Values:
     the last one has all of it.
     """
     if name == "last":
-        return np.r_[np.zeros(max(0, turns - 1)), np.ones(min(1, turns))]
+        return np.array([float(turn == turns - 1) for turn in range(turns)], np.float64)
     if name == "discounted":
         return np.array([gamma ** (turns - 1 - turn) for turn in range(turns)], np.float64)
     return np.ones(turns)
