@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnwise.agents import Agent, Episode, ReActAgent, SingleTurnAgent, make_agent, register_agent
+    from turnwise.agents.langgraph import ChatTurnwise, LangGraphAgent
     from turnwise.cli.env_file import main
     from turnwise.config import dump_config, load_config
     from turnwise.envs import Env, EnvSpec, SingleTurnEnv, StepResult, ToolEnv, check_env, make, register
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "make_agent", "register_agent"),
+    "agents.langgraph": ("ChatTurnwise", "LangGraphAgent"),
     "cli.env_file": ("main",),
     "config": ("dump_config", "load_config"),
     "envs": ("Env", "EnvSpec", "SingleTurnEnv", "StepResult", "ToolEnv", "check_env", "make", "register"),
@@ -75,6 +77,7 @@ __all__ = [
     "AgentError",
     "BaseTool",
     "BudgetSpent",
+    "ChatTurnwise",
     "Completion",
     "ConfigError",
     "Env",
@@ -85,6 +88,7 @@ __all__ = [
     "EvalResult",
     "InferenceError",
     "LLMClient",
+    "LangGraphAgent",
     "Message",
     "OutputLimit",
     "ReActAgent",

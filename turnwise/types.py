@@ -31,6 +31,7 @@ class StopReason(StrEnum):
     CONTEXT_OVERFLOW = "context_overflow"
     ENV_TRUNCATED = "env_truncated"
     INVALID_CALLS = "invalid_calls"
+    INTERRUPTED = "interrupted"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
     ERROR = "error"

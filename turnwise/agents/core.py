@@ -106,6 +106,11 @@ class Episode:
         self._failure: EnvError | None = None
 
     @property
+    def env(self) -> Env:
+        """The environment, for methods that only it has; what others have goes through the episode."""
+        return self._env
+
+    @property
     def session(self) -> Session:
         """The main session."""
         return self.session_for("main")
@@ -315,7 +320,7 @@ class Episode:
         self.scored = True
         if self.rewarded:
             return
-        parts: ScoreParts = await invoke(self._env, "score", self.answer(), executor=self._executor)
+        parts: ScoreParts = await invoke(self._env, "score", self.answer, executor=self._executor)
         for name, value in parts.items():
             self.note(name, value)
         for agent, own in agent_parts(parts.agents, "score").items():
@@ -324,8 +329,9 @@ class Episode:
         self.count(parts.metrics)
         self._check_threads()
 
+    @property
     def answer(self) -> Message | None:
-        """Return the message that is scored: what :meth:`finish` was given, else a last message without calls."""
+        """The message that is scored: what :meth:`finish` was given, else a last message without calls."""
         if self.final is not None or self.stop_reason is not StopReason.COMPLETED:
             return self.final
         main = self._sessions.get("main")

@@ -32,6 +32,7 @@ Registered: TypeAlias = "type[Agent] | AgentMaker"
 R = TypeVar("R", bound=Registered)
 _AGENTS: dict[str, Registered | str] = {
     "blackbox": "turnwise.agents.blackbox:BlackBoxAgent",
+    "langgraph": "turnwise.agents.langgraph:LangGraphAgent",
     "react": "turnwise.agents.react:ReActAgent",
     "single_turn": "turnwise.agents.single_turn:SingleTurnAgent",
 }

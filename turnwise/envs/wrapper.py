@@ -1,12 +1,14 @@
 """What a wrapper is: an environment around an environment, after Gymnasium's habit.
 
-Owns: :class:`Wrapper`. Refuses: tools of its own; a wrapper offers exactly what the environment in it offers, and one
-around a ToolEnv is a ToolEnv. Those that ship stand in ``wrappers.py``.
+Owns: :class:`Wrapper`, and :func:`ask`, which reaches through all of them. Refuses: tools of its own; a wrapper offers
+exactly what the environment in it offers, and one around a ToolEnv is a ToolEnv. Those that ship stand in
+``wrappers.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -14,7 +16,7 @@ from typing import Any, cast
 
 from turnwise.envs.core import AsyncSolution, Env, Score, ScoreParts, Solution, StepResult, invoke
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import ConfigError, shown
+from turnwise.errors import AgentError, ConfigError, shown
 from turnwise.tasks import Task
 from turnwise.tools.core import Tool
 from turnwise.tools.limits import CountTokens
@@ -179,6 +181,28 @@ class _ToolFace(ToolEnv):
 
 
 @functools.cache
+async def ask(env: Env, method: str, *args: Any, executor: Executor | None = None) -> Any:
+    """Call a method that the author of an environment gave it, whatever is wrapped around it.
+
+    Args:
+        env: The environment.
+        method: A public method that is none of :class:`Env`'s.
+        *args: Its arguments.
+        executor: As for :func:`invoke`.
+
+    Raises:
+        AgentError: There is no such method.
+        EnvError: It raised.
+    """
+    inner = env.unwrapped if isinstance(env, Wrapper) else env
+    own = [name for name in dir(type(inner)) if not name.startswith("_") and name not in dir(Env)]
+    if method not in own:
+        close = difflib.get_close_matches(method, own, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(own) or 'none of its own'}"
+        raise AgentError(f"{type(inner).__qualname__} has no method {method!r}{hint}")
+    return await invoke(inner, method, *args, executor=executor)
+
+
 def _around_tools(cls: Any) -> Any:
     """Return the subclass of a wrapper that is a ToolEnv as well."""
     if issubclass(cls, ToolEnv):

@@ -86,7 +86,7 @@ class Session:
         self.reasoning = reasoning
         self.echo = echo
         self._client = client
-        self._renderer = renderer.at(datetime.now())
+        self.renderer = renderer.at(datetime.now())
         self._seed = seed
         self._one_temperature = one_temperature
         self._tree = Tree()
@@ -133,8 +133,8 @@ class Session:
             TurnwiseError: As :meth:`chat`, where it cannot be placed or rendered.
         """
         escaped = self._escaped
-        offered = self._offers.offered(tuple(tools or ()), self._renderer.arguments)
-        match = self._match(self._history.reduce(messages), *offered, self._renderer)
+        offered = self._offers.offered(tuple(tools or ()), self.renderer.arguments)
+        match = self._match(self._history.reduce(messages), *offered, self.renderer)
         self._escaped = escaped
         before = 0 if match.parent is None else sum(len(node.ids) for node in match.parent.path())
         return before + len(match.ids)
@@ -267,7 +267,7 @@ class Session:
         template_args: Mapping[str, Any] | None = None,
     ) -> Placed:
         """Place a request in the tree. Nothing is sent and nothing is recorded."""
-        renderer = self._renderer
+        renderer = self.renderer
         if template_args:
             renderer = renderer.under(template_arguments(template_args))
         canonical = self._history.reduce(messages)
@@ -343,7 +343,7 @@ class Session:
         seed = params.seed
         if seed is None and self._seed is not None:
             seed = stable_hash("request", self._seed, self._requests)
-        stop_ids = tuple(sorted(self._renderer.stop_ids.union(params.stop_token_ids)))
+        stop_ids = tuple(sorted(self.renderer.stop_ids.union(params.stop_token_ids)))
         return replace(params, max_tokens=most, stop_token_ids=stop_ids, seed=seed)
 
     # Commit: no await from here on

@@ -246,7 +246,7 @@ class BlackBoxAgent(Agent):
             if last is not None and last.get("finish_reason") == "length" and not last.get("tool_calls"):
                 episode.finish(StopReason.MAX_TOKENS, final=last)
                 return
-            final = episode.answer()
+            final = episode.answer
         else:
             final = {"role": "assistant", "content": clean(answer or "").strip()}
             if last is not None and "turn_id" in last:

@@ -1,0 +1,28 @@
+"""Graphs of LangGraph as agents: a chat model on the recorder, the environment's tools, and who runs a graph.
+
+The only folder that imports langchain-core and langgraph (the extra ``langgraph``).
+"""
+
+from turnwise.errors import MissingExtraError
+
+try:
+    import langgraph.graph  # noqa: F401 - to say at once what is missing
+except ImportError as error:
+    raise MissingExtraError("langgraph", "langgraph", "an agent that is a graph of LangGraph") from error
+
+from turnwise.agents.langgraph.agent import LangGraphAgent
+from turnwise.agents.langgraph.chat_model import ChatTurnwise
+from turnwise.agents.langgraph.run import GraphRun, current_run
+from turnwise.agents.langgraph.tools import EpisodeTool, env_tools, environment_node, episode_over, tools_of
+
+__all__ = [
+    "ChatTurnwise",
+    "EpisodeTool",
+    "GraphRun",
+    "LangGraphAgent",
+    "current_run",
+    "env_tools",
+    "environment_node",
+    "episode_over",
+    "tools_of",
+]

@@ -1,0 +1,277 @@
+"""An agent that is a graph of LangGraph.
+
+Owns: :class:`LangGraphAgent`: what a graph is given, what becomes of its answer, its interrupts and its ends. Refuses:
+catching errors of nodes; they are the runner's, like those of every agent.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.errors import GraphRecursionError
+from langgraph.pregel import Pregel
+from langgraph.types import Command, Interrupt
+
+from turnwise.agents.core import Agent, Episode
+from turnwise.agents.langgraph.factory import GraphFactory
+from turnwise.agents.langgraph.messages import graph_messages, own_message, text_of_value
+from turnwise.agents.langgraph.run import EpisodeOver, GraphRun
+from turnwise.errors import AgentError, shown
+from turnwise.types import Message, StopReason, text_of
+
+INTERRUPTS = "__interrupt__"
+GAVE_UP = "Sorry, need more steps to process this request."
+"""What the prebuilt ReAct graph says in the model's name where its recursion limit is near."""
+
+
+class LangGraphAgent(Agent):
+    """Runs a graph in each episode: any that LangGraph compiles, unchanged.
+
+    The graph is run with the observation; the last message of its output is handed to the environment, as the ReAct
+    loop hands over every message. Where that does not end the episode, the graph is run again with what the
+    environment says.
+
+    Args:
+        graph: ``pkg.module:name`` or ``path/to/file.py:name`` of a compiled graph, of one that is still to be compiled,
+            or of a function that makes one, plain or async. It is called with ``model`` and ``tools`` as far as it has
+            parameters of these names, once for each set of tools: its graph runs in many episodes at the same time.
+        options: Further arguments of that function.
+        messages_key: Where the conversation stands in the graph's state; None where it has none.
+        question_key: Where the text of the last message of the observation is put, too.
+        answer_key: Where the answer stands in the graph's output; by default it is the last message.
+        recursion_limit: Most steps of one run of the graph; by default the graph's own. More end the episode with
+            ``max_turns``.
+        interrupts: Who answers interrupts: None, nobody, they end the episode with ``interrupted``; ``step``, the
+            environment's ``step``, which is given the value as a message; any other name, the method of the environment
+            that is called so, with the value.
+        configurable: What the graph finds under ``configurable`` in its config.
+        context: What the graph finds as its runtime context.
+
+    Raises:
+        ConfigError: The graph cannot be found.
+        AgentError: It is none, or its function does not take the options.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        *,
+        options: Mapping[str, Any] | None = None,
+        messages_key: str | None = "messages",
+        question_key: str | None = None,
+        answer_key: str | None = None,
+        recursion_limit: int | None = None,
+        interrupts: str | None = None,
+        configurable: Mapping[str, Any] | None = None,
+        context: Mapping[str, Any] | None = None,
+    ) -> None:
+        if messages_key is None and question_key is None:
+            raise AgentError("agent 'langgraph': give messages_key or question_key, or the graph is told nothing")
+        if recursion_limit is not None and (type(recursion_limit) is not int or recursion_limit < 1):
+            raise AgentError(f"agent 'langgraph': recursion_limit is {shown(recursion_limit)}: it must be 1 or more")
+        self._factory = GraphFactory(graph, options or {})
+        self._messages_key = messages_key
+        self._question_key = question_key
+        self._answer_key = answer_key
+        self._recursion_limit = recursion_limit
+        self._interrupts = interrupts
+        self._configurable = dict(configurable or {})
+        self._context = None if context is None else dict(context)
+
+    async def run(self, episode: Episode) -> None:
+        """Run one episode.
+
+        Raises:
+            TurnwiseError: A tool or the model ended the episode, whatever the graph made of it.
+        """
+        graph = await self._factory.graph_for(episode)
+        if self._interrupts is not None and isinstance(graph, Pregel) and graph.checkpointer is None:
+            # Without one, nothing could go on behind an interrupt.
+            graph = graph.copy({"checkpointer": InMemorySaver()})
+        run = GraphRun(episode)
+        play = _Play(graph, run, self._config(episode), self._context, self._interrupts)
+        try:
+            with run.entered():
+                await self._play(play, run)
+        except EpisodeOver:
+            pass
+        except GraphRecursionError:
+            if not episode.ended:
+                episode.finish(StopReason.MAX_TURNS)
+        except Exception as error:
+            if run.failure is not None and run.failure is not error:
+                raise run.failure from error
+            raise
+        finally:
+            await run.close()
+            run.count_rewards()
+            await play.forget()
+
+    def inputs(self, messages: Sequence[AnyMessage], before: Mapping[str, Any]) -> Any:
+        """Return what a run of the graph is given; for subclasses whose graphs take something else.
+
+        Args:
+            messages: The conversation.
+            before: What the run before put out, as far as the graph keeps no checkpoints; empty for the first one.
+        """
+        state = {**before}
+        if self._messages_key is not None:
+            state[self._messages_key] = list(messages)
+        if self._question_key is not None:
+            state[self._question_key] = text_of_value(messages[-1]) if messages else ""
+        return state
+
+    def answer(self, output: Any) -> BaseMessage | str:
+        """Return the answer in what a run of the graph put out; for subclasses whose graphs say it elsewhere.
+
+        Raises:
+            AgentError: There is none.
+        """
+        value = output
+        if self._answer_key is not None:
+            if not isinstance(output, Mapping) or self._answer_key not in output:
+                raise _no_answer(self._answer_key, output)
+            value = output[self._answer_key]
+        elif isinstance(output, Mapping):
+            value = output.get(self._messages_key or "messages")
+            if not value:
+                raise _no_answer(self._messages_key or "messages", output)
+        if isinstance(value, list) and value and isinstance(value[-1], BaseMessage):
+            value = value[-1]
+        return value if isinstance(value, BaseMessage) else text_of_value(value)
+
+    async def _play(self, play: _Play, run: GraphRun) -> None:
+        episode = run.episode
+        messages = graph_messages(episode.observation)
+        state = self.inputs(messages, {})
+        for _ in range(episode.limits.max_turns + 1):
+            output = await play.run(state)
+            if output is None or run.ended:
+                return
+            answer = self.answer(output)
+            message = _final(answer, run)
+            if message is None:
+                episode.finish(StopReason.MAX_TURNS)
+                return
+            if message.get("finish_reason") == "length" and not message.get("tool_calls"):
+                episode.finish(StopReason.MAX_TOKENS, final=message)
+                return
+            said = await run.step(answer if isinstance(answer, BaseMessage) else message)
+            if episode.ended:
+                return
+            if play.keeps:
+                state = self.inputs(said, {})
+                continue
+            plain = output if isinstance(output, Mapping) else {}
+            before = plain.get(self._messages_key or "")
+            messages = [*(before or [*messages, _as_message(answer)]), *said]
+            state = self.inputs(messages, {key: plain[key] for key in plain if key != INTERRUPTS})
+        # Each round asks the model at least once; one that does not would never end.
+        episode.finish(StopReason.MAX_TURNS)
+
+    def _config(self, episode: Episode) -> RunnableConfig:
+        # A thread of its own for each attempt: what a store kept of an earlier one is none of its business.
+        thread = f"{episode.session.id}/{uuid.uuid4().hex}"
+        config = RunnableConfig(configurable={"thread_id": thread, **self._configurable})
+        if self._recursion_limit is not None:
+            config["recursion_limit"] = self._recursion_limit
+        return config
+
+
+class _Play:
+    """The runs of a graph in one episode, its interrupts answered.
+
+    Args:
+        graph: The graph.
+        run: The episode.
+        config: Of each run.
+        context: Of each run.
+        interrupts: Who answers them.
+
+    Attributes:
+        keeps: Whether the graph remembers the run before.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        run: GraphRun,
+        config: RunnableConfig,
+        context: Mapping[str, Any] | None,
+        interrupts: str | None,
+    ) -> None:
+        self._graph = graph
+        self._run = run
+        self._config = config
+        self._given = {} if context is None else {"context": context}
+        self._interrupts = interrupts
+        saver = graph.checkpointer if isinstance(graph, Pregel) else None
+        self._saver = saver if isinstance(saver, BaseCheckpointSaver) else None
+        self.keeps = self._saver is not None
+
+    async def run(self, state: Any) -> Any:
+        """Return what the graph puts out, None where that ended the episode."""
+        while True:
+            output = await self._graph.ainvoke(state, self._config, **self._given)
+            waiting = await self._waiting(output)
+            if not waiting:
+                return output
+            if self._interrupts is None:
+                if not self._run.ended:
+                    self._run.episode.finish(StopReason.INTERRUPTED)
+                return None
+            answers: dict[str, Any] = {}
+            for interrupt in waiting:
+                answers[interrupt.id] = await self._answer(interrupt.value)
+                if self._run.ended:
+                    return None
+            state = Command(resume=answers)
+
+    async def _waiting(self, output: Any) -> Sequence[Interrupt]:
+        """Return the interrupts that a run ended with."""
+        found = output.get(INTERRUPTS) if isinstance(output, Mapping) else None
+        return list(found or ())
+
+    async def _answer(self, value: Any) -> Any:
+        if self._interrupts != "step":
+            return await self._run.ask(str(self._interrupts), value)
+        message: BaseMessage | Message = (
+            value if isinstance(value, AIMessage) else {"role": "assistant", "content": text_of_value(value)}
+        )
+        said = await self._run.step(message)
+        return "\n".join(text_of_value(each) for each in said)
+
+    async def forget(self) -> None:
+        """Drop what the graph kept of this episode."""
+        if self._saver is not None:
+            await self._saver.adelete_thread(self._config["configurable"]["thread_id"])
+
+
+def _final(answer: BaseMessage | str, run: GraphRun) -> Message | None:
+    """Return the answer as the environment is given it; None where the graph gave up in the model's name."""
+    if isinstance(answer, str):
+        return {"role": "assistant", "content": answer}
+    found = run.known.turn_of(answer)
+    message = own_message(answer, run.known, "main" if found is None else found[0])
+    if found is not None and isinstance(answer, AIMessage):
+        if text_of(message) == GAVE_UP != text_of(found[1]):
+            return None
+        message["turn_id"], message["finish_reason"] = found[1]["turn_id"], found[1]["finish_reason"]
+    return message
+
+
+def _as_message(answer: BaseMessage | str) -> BaseMessage:
+    return answer if isinstance(answer, BaseMessage) else AIMessage(answer)
+
+
+def _no_answer(key: str, output: Any) -> AgentError:
+    keys = ", ".join(sorted(map(str, output))) if isinstance(output, Mapping) else type(output).__name__
+    return AgentError(
+        f"the graph put out no {key!r} (there is {keys or 'nothing'}): name what holds the answer with answer_key"
+    )

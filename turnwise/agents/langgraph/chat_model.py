@@ -1,0 +1,382 @@
+"""The chat model of graphs: LangChain's interface in front of a recorder.
+
+Owns: :class:`ChatTurnwise`. Refuses: recording (``inference/session.py``), and HTTP. Nothing is ever answered from a
+cache: a turn that was not sampled cannot be trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from operator import itemgetter
+from typing import Any, Literal, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import UsageMetadata, add_usage
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough, ensure_config
+from langchain_core.tools import BaseTool
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from turnwise.agents.langgraph.asking import Wishes, read_wishes, schema_format, schema_of
+from turnwise.agents.langgraph.conversation import conversation
+from turnwise.agents.langgraph.messages import REASONING, Known
+from turnwise.agents.langgraph.run import GraphRun, blocked, current_run
+from turnwise.errors import SessionError, shown
+from turnwise.inference.formats.live import LiveTurn
+from turnwise.inference.gateway.hosted_session import TextSession
+from turnwise.inference.gateway.turns import Reader
+from turnwise.inference.session import Opened, Session
+from turnwise.inference.template_args import template_arguments
+from turnwise.types import Message, TokenDelta, text_of
+
+
+class ChatTurnwise(BaseChatModel):
+    """The policy as a chat model of LangChain: every token that it sees or samples is recorded.
+
+    Without a session it is the policy of whichever episode its graph runs in, so one object serves all of them.
+
+    Attributes:
+        session: Records, for use outside of an episode.
+        agent: Which session of the episode records: each leaves a trajectory of its own.
+        policy: Who samples in that session: ``main``, the trained one and the default, or one of ``rollout.frozen``.
+        temperature: Instead of the session's; a trained session refuses another one.
+        top_p: Instead of the session's.
+        top_k: Instead of the session's.
+        min_p: Instead of the session's.
+        max_tokens: Most tokens of one answer.
+        seed: Instead of the session's own for each request.
+        stop: Strings that end an answer.
+        template_args: Arguments of the chat template, such as ``{"enable_thinking": False}``.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    session: Session | None = Field(default=None, exclude=True, repr=False)
+    agent: str = "main"
+    policy: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    template_args: dict[str, Any] | None = None
+
+    _known: Known = PrivateAttr(default_factory=Known)
+    _loop: asyncio.AbstractEventLoop | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _ask_always(self) -> Self:
+        self.cache = False
+        return self
+
+    @property
+    def _llm_type(self) -> str:
+        return "turnwise"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model_name": "turnwise", "agent": self.agent, "policy": self.policy}
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Offer tools to the model.
+
+        Args:
+            tools: In any form that LangChain takes: dicts, classes, functions, tools.
+            tool_choice: ``auto`` or None, ``none``, ``any`` or ``required``, or a tool: its name or a dict that names
+                it. What forces a call needs an engine and a chat format that can be held to one.
+            **kwargs: ``parallel_tool_calls``, ``response_format``, or how answers are sampled.
+
+        Raises:
+            SessionError: One is no tool.
+        """
+        told = [schema_of(tool).to_json() for tool in tools]
+        return self.bind(tools=told, tool_choice=tool_choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """Return the model with answers that are held to a schema.
+
+        Args:
+            schema: A pydantic class, a TypedDict or a JSON schema.
+            include_raw: Whether to return ``{"raw", "parsed", "parsing_error"}``; what cannot be read is then no error.
+            method: ``json_schema``: the text is held to the schema; ``function_calling``: the model must call a tool of
+                that schema; ``json_mode``: the text is held to be some object, and read as the schema says.
+            strict: Answers are always held to all of it.
+            **kwargs: How answers are sampled.
+
+        Raises:
+            SessionError: There is no such method, or the schema is none.
+        """
+        del strict
+        model = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
+        parser: Runnable[Any, Any]
+        if method == "function_calling":
+            name = schema_of(schema).name
+            asked = self.bind_tools([schema], tool_choice=name, **kwargs)
+            parser = (
+                PydanticToolsParser(tools=[model], first_tool_only=True)
+                if model is not None
+                else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+            )
+        elif method in ("json_schema", "json_mode"):
+            form = schema_format(schema) if method == "json_schema" else {"type": "json_object"}
+            asked = self.bind(response_format=form, **kwargs)
+            parser = JsonOutputParser() if model is None else PydanticOutputParser(pydantic_object=model)
+        else:
+            known = "json_schema, function_calling or json_mode"
+            raise SessionError(f"with_structured_output: method is {shown(method)}: it must be {known}")
+        if not include_raw:
+            return asked | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        unread = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=asked) | parsed.with_fallbacks([unread], exception_key="parsing_error")
+
+    def get_num_tokens(self, text: str) -> int:
+        """Return how many tokens a text takes inside a message."""
+        return self._session(self._run()).renderer.count(text)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Refuse: agents never touch ids, and LangChain would fetch another model's tokenizer.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise SessionError(f"ChatTurnwise shows no token ids, of {shown(text)} neither: ask get_num_tokens")
+
+    # Asking
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        node = _node(run_manager)
+        run = self._run()
+        work = self._ask(run, messages, self._wishes(run, stop, kwargs), node)
+        return run.block(work) if run is not None else blocked(work, self._loop)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        run = self._run()
+        work = self._ask(run, messages, self._wishes(run, stop, kwargs), _node(run_manager))
+        if run is not None:
+            return await run.here(work)
+        self._loop = asyncio.get_running_loop()
+        return await work
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        run = self._run()
+        wishes = self._wishes(run, stop, kwargs)
+        session, node = self._session(run), _node(run_manager)
+        if session.recorded_as == "text" or (run is not None and not run.at_home):
+            result = await self._agenerate(messages, stop, run_manager, **kwargs)
+            yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
+            return
+        if run is None:
+            self._loop = asyncio.get_running_loop()
+            async for chunk in self._pieces(run, session, messages, wishes, node):
+                yield chunk
+            return
+        with run.working():
+            async for chunk in self._pieces(run, session, messages, wishes, node):
+                yield chunk
+
+    async def _ask(self, run: GraphRun | None, messages: list[BaseMessage], wishes: Wishes, node: str) -> ChatResult:
+        if run is None:
+            message = await self._record(run, messages, wishes, node)
+        else:
+            with run.working():
+                message = await self._record(run, messages, wishes, node)
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    async def _record(self, run: GraphRun | None, messages: list[BaseMessage], wishes: Wishes, node: str) -> AIMessage:
+        session = self._session(run)
+        asked = await conversation(messages, self._known_to(run), self._name(run), run)
+        if isinstance(session, TextSession):
+            said = await session.chat(asked, wishes.tools, wishes.params, template_args=wishes.template_args)
+            told = session.turn_metrics.get(said["turn_id"], {})
+            sizes = [int(told.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
+        else:
+            done = await session.record(
+                asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args
+            )
+            said, opened = done.message, done.opened
+            sizes = [opened.prompt_tokens, len(done.completion.token_ids), opened.known_tokens]
+        return self._told(run, session, said, wishes, node, _usage(*sizes))
+
+    async def _pieces(
+        self, run: GraphRun | None, session: Session, messages: list[BaseMessage], wishes: Wishes, node: str
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        """Yield what is said as far as that is certain, and last its calls and its end."""
+        known = self._known_to(run)
+        message_id = known.stream_id(session.id)
+        asked = await conversation(messages, known, self._name(run), run)
+        reader = session.renderer
+        if wishes.template_args:
+            reader = reader.under(template_arguments(wishes.template_args))
+        stops = (wishes.params or session.params).stop
+        live: LiveTurn | None = None
+        usage, told = _usage(0, 0, 0), {"text": 0, "reasoning": 0}
+        stream = session.stream(
+            asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args
+        )
+        async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]
+            async for item in items:
+                if isinstance(item, Opened):
+                    usage = _usage(item.prompt_tokens, 0, item.known_tokens)
+                    live = reader.live(item.tail, stops) if isinstance(reader, Reader) else None
+                elif isinstance(item, TokenDelta):
+                    usage = add_usage(usage, _usage(0, len(item.token_ids), 0))
+                    for piece in live.feed(item.token_ids.tolist()) if live is not None else ():
+                        told[piece.kind] += len(piece.text)
+                        yield _chunk(message_id, piece.kind, piece.text)
+                else:
+                    last = _as_chunk(self._told(run, session, item, wishes, node, usage, message_id))
+                    last.content = text_of(item)[told["text"] :]
+                    thoughts = (item.get("reasoning_content") or "")[told["reasoning"] :]
+                    last.additional_kwargs = {REASONING: thoughts} if thoughts else {}
+                    yield ChatGenerationChunk(message=last)
+
+    def _told(
+        self,
+        run: GraphRun | None,
+        session: Session,
+        said: Message,
+        wishes: Wishes,
+        node: str,
+        usage: UsageMetadata,
+        message_id: str | None = None,
+    ) -> AIMessage:
+        """Return a turn as a graph is told of it."""
+        name = message_id or f"{session.id}/{said['turn_id']}"
+        usable, unusable = self._known_to(run).say(said, agent=self._name(run), message_id=name, offered=wishes.offered)
+        if run is not None:
+            run.sampled(self.agent, said, node, usage["output_tokens"])
+        thoughts = said.get("reasoning_content")
+        return AIMessage(
+            content=text_of(said),
+            id=name,
+            tool_calls=usable,
+            invalid_tool_calls=unusable,
+            additional_kwargs={REASONING: thoughts} if thoughts else {},
+            usage_metadata=usage,
+            response_metadata={
+                "finish_reason": "tool_calls" if said.get("tool_calls") else said["finish_reason"],
+                "model_name": "turnwise",
+                "turn_id": said["turn_id"],
+            },
+        )
+
+    # What is asked
+
+    def _run(self) -> GraphRun | None:
+        return None if self.session is not None else current_run()
+
+    def _known_to(self, run: GraphRun | None) -> Known:
+        return self._known if run is None else run.known
+
+    def _name(self, run: GraphRun | None) -> str:
+        return "main" if run is None else self.agent
+
+    def _session(self, run: GraphRun | None) -> Session:
+        if run is not None:
+            return run.episode.session_for(self.agent, self.policy)
+        assert self.session is not None
+        return self.session
+
+    def _wishes(self, run: GraphRun | None, stop: list[str] | None, given: dict[str, Any]) -> Wishes:
+        own = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "template_args": self.template_args,
+        }
+        return read_wishes({**own, **given}, stop or self.stop, self._session(run).params)
+
+
+def _node(manager: AsyncCallbackManagerForLLMRun | CallbackManagerForLLMRun | None) -> str:
+    """Return the path of the node that asks: names from the outermost graph to the innermost; empty outside of one."""
+    metadata = manager.metadata if manager is not None else ensure_config().get("metadata") or {}
+    path = metadata.get("langgraph_checkpoint_ns") or metadata.get("langgraph_node") or ""
+    # Each part is name:task; a number alone counts the graphs that one node ran.
+    names = [part.partition(":")[0] for part in str(path).split("|")]
+    return "/".join(name for name in names if not name.isdigit())
+
+
+def _usage(prompt: int, sampled: int, known: int) -> UsageMetadata:
+    return UsageMetadata(
+        input_tokens=prompt,
+        output_tokens=sampled,
+        total_tokens=prompt + sampled,
+        input_token_details={"cache_read": known},
+    )
+
+
+def _chunk(message_id: str, kind: str, text: str) -> ChatGenerationChunk:
+    if kind == "text":
+        return ChatGenerationChunk(message=AIMessageChunk(content=text, id=message_id))
+    return ChatGenerationChunk(message=AIMessageChunk(content="", id=message_id, additional_kwargs={REASONING: text}))
+
+
+def _as_chunk(message: BaseMessage) -> AIMessageChunk:
+    """Return a whole message as the last chunk of a stream."""
+    assert isinstance(message, AIMessage)
+    calls = [
+        tool_call_chunk(
+            name=call["name"], args=json.dumps(call["args"], ensure_ascii=False), id=call["id"], index=place
+        )
+        for place, call in enumerate(message.tool_calls)
+    ]
+    # Chunks are read again when they are joined: arguments that are a text are none, whatever stands in it.
+    calls += [
+        tool_call_chunk(name=call["name"], args=json.dumps(call["args"] or ""), id=call["id"], index=place)
+        for place, call in enumerate(message.invalid_tool_calls, len(calls))
+    ]
+    return AIMessageChunk(
+        content=message.content,
+        id=message.id,
+        tool_call_chunks=calls,
+        additional_kwargs=message.additional_kwargs,
+        response_metadata=message.response_metadata,
+        usage_metadata=message.usage_metadata,
+        chunk_position="last",
+    )

@@ -1,0 +1,261 @@
+"""Messages of LangChain and our own, both ways.
+
+Owns: the forms, and :class:`Known`, what was said to a graph under which ids. Refuses: asking a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from langchain_core.messages import (
+    AIMessage,
+    AnyMessage,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    InvalidToolCall,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.messages.tool import ToolCall as GraphCall
+from langchain_core.messages.tool import invalid_tool_call, tool_call
+from pydantic import BaseModel
+
+from turnwise.errors import AgentError, shown
+from turnwise.types import Message, Role, ToolCall, text_of
+
+REASONING = "reasoning_content"
+"""Where LangChain's messages keep reasoning: a key of ``additional_kwargs``."""
+_THOUGHTS = {"reasoning": "reasoning", "thinking": "thinking"}
+# Blocks that repeat what stands in the message's calls.
+_CALL_BLOCKS = frozenset(("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"))
+_CHAT_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "ai": "assistant",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCall:
+    """A call as a graph was given it.
+
+    Attributes:
+        agent: Whose session made it.
+        call: As the session issued it.
+        message_id: The message that made it.
+    """
+
+    agent: str
+    call: ToolCall
+    message_id: str
+
+    def named(self, agent: str) -> str:
+        """Return its id in a session: its own in that which made it, the graph's in any other."""
+        return self.call.id if agent == self.agent else graph_call_id(self.call.id, self.agent)
+
+
+class Known:
+    """What was said to a graph: turns by the ids of their messages, calls by theirs."""
+
+    __slots__ = ("_streams", "calls", "turns")
+
+    def __init__(self) -> None:
+        self.turns: dict[str, tuple[str, Message]] = {}
+        self.calls: dict[str, KnownCall] = {}
+        self._streams = 0
+
+    def stream_id(self, session_id: str) -> str:
+        """Return the id of a message that is streamed before its turn has a name."""
+        self._streams += 1
+        return f"{session_id}/s{self._streams}"
+
+    def turn_of(self, message: BaseMessage) -> tuple[str, Message] | None:
+        """Return whose turn a message is, or whose call it answers, and what was said in that turn."""
+        call = self.calls.get(message.tool_call_id) if isinstance(message, ToolMessage) else None
+        return self.turns.get((message.id if call is None else call.message_id) or "")
+
+    def say(
+        self, said: Message, *, agent: str, message_id: str, offered: frozenset[str]
+    ) -> tuple[list[GraphCall], list[InvalidToolCall]]:
+        """Take note of a turn; return its calls as a graph is told of them.
+
+        Calls of tools that were not offered are unusable for a graph as much as those that cannot be read: the
+        environment answers them.
+
+        Args:
+            said: The turn.
+            agent: Whose session made it.
+            message_id: The id of its message.
+            offered: Names of the tools that the model was told of; empty where it was told of none.
+        """
+        self.turns[message_id] = (agent, said)
+        usable: list[GraphCall] = []
+        unusable: list[InvalidToolCall] = []
+        for call in said.get("tool_calls") or ():
+            given = graph_call_id(call.id, agent)
+            error = call.error
+            if error is None and offered and call.name not in offered:
+                error = f"there is no tool {shown(call.name)}"
+            self.calls[given] = KnownCall(agent, call, message_id)
+            if error is None:
+                usable.append(tool_call(name=call.name, args=call.arguments, id=given))
+            else:
+                args = call.raw or json.dumps(call.arguments, ensure_ascii=False)
+                unusable.append(invalid_tool_call(name=call.name, args=args, id=given, error=error))
+        return usable, unusable
+
+    def own_calls(self, message: AIMessage, agent: str) -> list[ToolCall]:
+        """Return the calls of a message in their own form, in the order in which they were made."""
+        calls = [self._own_call(call["id"], call["name"], call["args"], agent) for call in message.tool_calls]
+        for broken in message.invalid_tool_calls:
+            known = self.calls.get(broken.get("id") or "")
+            if known is not None:
+                calls.append(_in_session(known, agent))
+            else:
+                error = broken.get("error") or "it could not be read"
+                calls.append(
+                    ToolCall(broken.get("id") or "", broken.get("name") or "", {}, broken.get("args") or "", error)
+                )
+        found = self.turns.get(message.id or "")
+        if found is None or len(calls) < 2:
+            return calls
+        places = {call.id: place for place, call in enumerate(found[1].get("tool_calls") or ())}
+        return sorted(calls, key=lambda call: places.get(call.id, len(places)))
+
+    def _own_call(self, call_id: str | None, name: str, arguments: dict[str, Any], agent: str) -> ToolCall:
+        known = self.calls.get(call_id or "")
+        if known is not None:
+            own = _in_session(known, agent)
+            if (own.name, own.arguments) == (name, arguments):
+                return own
+            # A graph may have edited it; its id still says which call it is.
+            call_id = own.id
+        return ToolCall(call_id or "", name, arguments, json.dumps(arguments, ensure_ascii=False, default=str))
+
+
+def graph_call_id(call_id: str, agent: str) -> str:
+    """Return the id under which a graph knows a call: those of two sessions must not be equal."""
+    return call_id if agent == "main" else f"{agent}/{call_id}"
+
+
+def _in_session(known: KnownCall, agent: str) -> ToolCall:
+    """Return a call as the session that is asked knows it; to any other it is one that was not sampled there."""
+    return known.call if known.agent == agent else replace(known.call, id=known.named(agent))
+
+
+def own_message(message: BaseMessage, known: Known, agent: str = "main") -> Message:
+    """Return a message of LangChain as ours.
+
+    Args:
+        message: Any but a request to remove others.
+        known: What was said to the graph.
+        agent: Whose session is given it.
+
+    Raises:
+        AgentError: It is of a kind that no model is told.
+    """
+    if isinstance(message, AIMessage):
+        return _own_assistant(message, known, agent)
+    if isinstance(message, ToolMessage):
+        call = known.calls.get(message.tool_call_id)
+        named = message.tool_call_id if call is None else call.named(agent)
+        answer: Message = {"role": "tool", "tool_call_id": named, "content": _content(message.content)}
+        if message.name:
+            answer["name"] = message.name
+        return answer
+    if isinstance(message, FunctionMessage):
+        return {"role": "tool", "name": message.name, "content": _content(message.content)}
+    role: Role | None = None
+    if isinstance(message, HumanMessage):
+        role = "user"
+    elif isinstance(message, SystemMessage):
+        role = "system"
+    elif isinstance(message, ChatMessage):
+        role = _CHAT_ROLES.get(message.role)
+    if role is None:
+        kind = message.role if isinstance(message, ChatMessage) else message.type
+        raise AgentError(f"a message of kind {shown(kind)} cannot be told to a model: send system, human, ai or tool")
+    own: Message = {"role": role, "content": _content(message.content)}
+    if message.name and role != "assistant":
+        own["name"] = message.name
+    return own
+
+
+def _own_assistant(message: AIMessage, known: Known, agent: str) -> Message:
+    content = message.content
+    thoughts = str(message.additional_kwargs.get(REASONING) or "")
+    if not isinstance(content, str):
+        parts: list[str | dict[str, Any]] = []
+        for block in content:
+            kind = "text" if isinstance(block, str) else block.get("type", "text")
+            if isinstance(block, dict) and kind in _THOUGHTS:
+                thoughts = thoughts or str(block.get(_THOUGHTS[kind]) or "")
+            elif kind not in _CALL_BLOCKS:
+                parts.append(block)
+        content = "".join(map(_text_of_block, parts)) if all(map(_is_text, parts)) else parts
+    own: Message = {"role": "assistant", "content": _content(content)}
+    if message.tool_calls or message.invalid_tool_calls:
+        own["tool_calls"] = known.own_calls(message, agent)
+    if thoughts:
+        own["reasoning_content"] = thoughts
+    return own
+
+
+def _is_text(block: str | dict[str, Any]) -> bool:
+    return isinstance(block, str) or block.get("type", "text") == "text"
+
+
+def _text_of_block(block: str | dict[str, Any]) -> str:
+    return block if isinstance(block, str) else str(block.get("text", ""))
+
+
+def _content(content: str | list[Any]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": block} if isinstance(block, str) else block for block in content]
+
+
+def graph_message(message: Message, agent: str = "main") -> AnyMessage:
+    """Return a message of an environment as LangChain's."""
+    content: Any = message.get("content") or ""
+    role, name = message["role"], message.get("name")
+    if role == "tool":
+        return ToolMessage(content, tool_call_id=graph_call_id(message.get("tool_call_id", ""), agent), name=name)
+    if role == "user":
+        return HumanMessage(content, name=name)
+    if role in ("system", "developer"):
+        return SystemMessage(content, name=name)
+    calls = [
+        tool_call(name=call.name, args=call.arguments, id=graph_call_id(call.id, agent))
+        for call in message.get("tool_calls") or ()
+    ]
+    thoughts = message.get("reasoning_content")
+    return AIMessage(content, tool_calls=calls, additional_kwargs={REASONING: thoughts} if thoughts else {})
+
+
+def graph_messages(messages: Sequence[Message], agent: str = "main") -> list[AnyMessage]:
+    """Return messages of an environment as LangChain's."""
+    return [graph_message(message, agent) for message in messages]
+
+
+def text_of_value(value: Any) -> str:
+    """Return any value of a graph's state as a text: what is none is written as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, BaseMessage):
+        return text_of(cast("Mapping[str, Any]", {"content": value.content}))
+    return json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseMessage):
+        return text_of_value(value)
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)

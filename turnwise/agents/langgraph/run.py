@@ -1,0 +1,272 @@
+"""One episode while a graph acts in it: what its model and its tools reach, wherever in the graph they stand.
+
+Owns: :class:`GraphRun` and :func:`current_run`. Refuses: running graphs (``agent.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from langchain_core.messages import AnyMessage, BaseMessage
+
+from turnwise.agents.core import Episode
+from turnwise.agents.langgraph.messages import Known, KnownCall, graph_messages, own_message
+from turnwise.envs.core import as_messages
+from turnwise.envs.wrapper import ask
+from turnwise.errors import AgentError, TurnwiseError
+from turnwise.tools.response import ToolResponse
+from turnwise.types import Message, ToolCall
+
+T = TypeVar("T")
+_RUN: ContextVar[GraphRun] = ContextVar("turnwise_graph_run")
+
+
+class EpisodeOver(TurnwiseError):
+    """A graph went on although the environment had ended the episode. Ends the graph, and is no error."""
+
+
+class GraphRun:
+    """An episode in which a graph acts. Its model and its tools find it by :func:`current_run`.
+
+    Args:
+        episode: The episode.
+
+    Attributes:
+        known: What was said to the graph.
+        nodes: Which node of the graph asked for a turn, by session and turn id: names from the outermost graph to the
+            innermost, joined by ``/``.
+    """
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.known = Known()
+        self.nodes: dict[tuple[str, str], str] = {}
+        self.failure: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._working: set[asyncio.Task[Any]] = set()
+        self._refusals: dict[tuple[str, str], Message] = {}
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the environment has ended the episode."""
+        return self.episode.ended
+
+    async def step(self, message: BaseMessage | Message, *, agent: str | None = None) -> list[AnyMessage]:
+        """Hand a message to the environment, as the ReAct loop does with every message of the model.
+
+        Args:
+            message: What the environment is given.
+            agent: Whose message it is; by default, that of the session that sampled it.
+
+        Returns:
+            What the environment says. :attr:`ended` tells whether that was the end.
+
+        Raises:
+            EnvError: The environment raised or broke its contract.
+        """
+        found = self.known.turn_of(message) if isinstance(message, BaseMessage) else None
+        name = agent or (found[0] if found is not None else "main")
+        own = own_message(message, self.known, name) if isinstance(message, BaseMessage) else message
+        if own["role"] != "assistant":
+            own = {"role": "assistant", "content": own.get("content")}
+        if found is not None and found[0] == name:
+            said = found[1]
+            own["turn_id"], own["finish_reason"] = said["turn_id"], said["finish_reason"]
+        result = await self._watched(self.episode.step(own, agent=name))
+        return graph_messages(as_messages(result.observation), name)
+
+    async def call(self, call_id: str | None, name: str, arguments: dict[str, Any]) -> ToolResponse:
+        """Answer a tool call as the environment does; its reward is noted on the turn that made it.
+
+        Args:
+            call_id: As the graph knows it; None where no message made the call.
+            name: The tool.
+            arguments: Its arguments.
+
+        Raises:
+            EnvError: The environment raised or broke its contract.
+            BudgetSpent: Too many unusable calls in a row.
+        """
+        known = self.known.calls.get(call_id or "")
+        if known is None:
+            return await self._watched(self.episode.call(ToolCall(call_id or "", name, arguments)))
+        call = known.call
+        if (call.name, call.arguments) != (name, arguments):
+            call = ToolCall(call.id, name, arguments)
+        return await self._watched(self.episode.call(call, agent=known.agent))
+
+    async def refusal(self, known: KnownCall) -> Message:
+        """Return the environment's answer to a call that the graph was told not to use: asked once, then the same."""
+        key = (known.agent, known.call.id)
+        if key not in self._refusals:
+            call = known.call
+            if self.episode.tools:
+                response = await self._watched(self.episode.call(call, agent=known.agent))
+            else:
+                response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
+            self._refusals[key] = {"role": "tool", "name": call.name, "content": response.content()}
+        return self._refusals[key]
+
+    async def ask(self, method: str, value: Any) -> Any:
+        """Return what a method of the environment answers to an interrupt.
+
+        Raises:
+            EnvError: The environment has no such method, or it raised.
+        """
+        return await self._watched(ask(self.episode.env, method, value))
+
+    def reward(self, name: str, value: float, message: BaseMessage | None = None) -> None:
+        """Note a reward on the turn that a message is, or that made the call which it answers.
+
+        Args:
+            name: What it is called.
+            value: How much it is.
+            message: The message; None notes it on the episode.
+
+        Raises:
+            AgentError: It is not finite, or no turn has that message.
+        """
+        if message is None:
+            self.episode.note(name, value)
+            return
+        found = self.known.turn_of(message)
+        if found is None:
+            raise AgentError(f"reward {name!r}: no turn of this episode has the message {message.id!r}")
+        self.episode.note(name, value, found[1]["turn_id"], agent=found[0])
+
+    def sampled(self, agent: str, said: Message, node: str, tokens: int) -> None:
+        """Take note of which node asked for a turn."""
+        turn = said["turn_id"]
+        self.nodes[agent, turn] = node
+        if node:
+            self.episode.count({f"node/{node}/turns": 1.0, f"node/{node}/tokens": float(tokens)}, turn, agent=agent)
+
+    def count_rewards(self) -> None:
+        """Add what the turns of each node earned to the metrics."""
+        for reward in self.episode.rewards:
+            node = self.nodes.get((reward.agent, reward.turn_id)) if reward.turn_id is not None else None
+            if node:
+                self.episode.count({f"node/{node}/reward": reward.value}, reward.turn_id, agent=reward.agent)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the run of everything that the context runs."""
+        token = _RUN.set(self)
+        try:
+            yield
+        finally:
+            _RUN.reset(token)
+
+    @property
+    def at_home(self) -> bool:
+        """Whether this is asked on the loop of the episode."""
+        return asyncio.get_running_loop() is self._loop
+
+    async def here(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that belongs to the loop of the episode, from whichever loop."""
+        if self.at_home:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def block(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for work in a thread, such as that of a plain (not async) node.
+
+        Raises:
+            AgentError: This thread runs an event loop, which would stand still.
+        """
+        return blocked(work, self._loop)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Hold work of the graph that ends with it at the latest.
+
+        Raises:
+            EpisodeOver: The environment has ended the episode.
+            TurnwiseError: What a tool failed with, where the graph went on after it.
+            AgentError: The graph is no longer run.
+        """
+        if self._closed:
+            raise AgentError("a graph went on after its episode: await what a node starts before it returns")
+        if self.failure is not None:
+            raise self.failure
+        if self.ended:
+            raise EpisodeOver("the environment has ended the episode")
+        task = asyncio.current_task()
+        # A task may hold several pieces of work, one inside the other.
+        fresh = task is not None and task not in self._working
+        if task is not None:
+            self._working.add(task)
+        try:
+            yield
+        finally:
+            if task is not None and fresh:
+                self._working.discard(task)
+
+    async def close(self) -> None:
+        """End what the graph left behind: branches whose sibling failed, threads that wait for the model."""
+        self._closed = True
+        left = [task for task in self._working if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await self.here(self._tracked(work))
+        except EpisodeOver:
+            raise
+        except TurnwiseError as error:
+            # A graph that hands errors to the model must not talk to it past one that ends the episode.
+            self.failure = self.failure or error
+            raise
+
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            with self.working():
+                return await work
+        finally:
+            work.close()
+
+
+def blocked(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None) -> T:
+    """Run work to its end from a thread that runs no event loop.
+
+    Args:
+        work: What is waited for.
+        loop: Where it belongs; None where it may have a loop of its own.
+
+    Raises:
+        AgentError: This thread runs an event loop, which would stand still.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        if loop is None or not loop.is_running():
+            return asyncio.run(work)
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+    work.close()
+    raise AgentError(
+        "a model or a tool was asked with invoke() on the event loop, which would wait for itself: await ainvoke(), or "
+        "make the node a plain def, which runs in a thread"
+    )
+
+
+def current_run() -> GraphRun:
+    """Return the run of the graph that this is called from.
+
+    Raises:
+        AgentError: No graph is run here.
+    """
+    run = _RUN.get(None)
+    if run is None:
+        raise AgentError(
+            "no episode runs here: let turnwise.LangGraphAgent run the graph, or give the model a session "
+            "(ChatTurnwise(session=...))"
+        )
+    return run
