@@ -11,11 +11,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from turnwise.agents import Agent, Episode, ReActAgent, SingleTurnAgent, make_agent, register_agent
+    from turnwise.agents import Agent, Episode, ReActAgent, SingleTurnAgent, TurnsAgent, make_agent, register_agent
     from turnwise.agents.langgraph import ChatTurnwise, LangGraphAgent
     from turnwise.cli.env_file import main
     from turnwise.config import dump_config, load_config
-    from turnwise.envs import Env, EnvSpec, SingleTurnEnv, StepResult, ToolEnv, check_env, make, register
+    from turnwise.envs import Env, EnvSpec, MultiAgentEnv, SingleTurnEnv, StepResult, ToolEnv, check_env, make, register
     from turnwise.envs.gym import from_gymnasium, to_gymnasium
     from turnwise.envs.rewards import Rubric
     from turnwise.errors import (
@@ -45,16 +45,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "make_agent", "register_agent"),
+    "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "TurnsAgent", "make_agent", "register_agent"),
     "agents.langgraph": ("ChatTurnwise", "LangGraphAgent"),
     "cli.env_file": ("main",),
     "config": ("dump_config", "load_config"),
-    "envs": ("Env", "EnvSpec", "SingleTurnEnv", "StepResult", "ToolEnv", "check_env", "make", "register"),
+    "envs": (
+        "Env", "EnvSpec", "MultiAgentEnv", "SingleTurnEnv", "StepResult", "ToolEnv", "check_env", "make", "register",
+    ),
     "envs.gym": ("from_gymnasium", "to_gymnasium"),
     "envs.rewards": ("Rubric",),
     "errors": (
         "AgentError", "BudgetSpent", "ConfigError", "EnvError", "InferenceError", "RenderError", "ToolError",
-        "TurnwiseError",
+        "TurnsAgent",
+    "TurnwiseError",
     ),
     "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
     "evaluation.standalone": ("run_eval",),
@@ -90,6 +93,7 @@ __all__ = [
     "LLMClient",
     "LangGraphAgent",
     "Message",
+    "MultiAgentEnv",
     "OutputLimit",
     "ReActAgent",
     "RenderError",
@@ -121,6 +125,7 @@ __all__ = [
     "TrainSample",
     "Trajectory",
     "TrajectoryGroup",
+    "TurnsAgent",
     "TurnwiseError",
     "check_env",
     "dump_config",

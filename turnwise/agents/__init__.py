@@ -7,6 +7,7 @@ from turnwise.agents.react import ReActAgent
 from turnwise.agents.registry import make_agent, register_agent
 from turnwise.agents.resources import LLM, Rollout
 from turnwise.agents.single_turn import SingleTurnAgent
+from turnwise.agents.turns import TurnsAgent
 
 __all__ = [
     "LLM",
@@ -16,6 +17,7 @@ __all__ = [
     "ReActAgent",
     "Rollout",
     "SingleTurnAgent",
+    "TurnsAgent",
     "current_episode",
     "emit_reward",
     "make_agent",

@@ -55,8 +55,7 @@ class Episode:
         limits: What the agent may use.
         deadline: Event loop time at which the runner ends the episode, or None.
         rewards: Reward events so far.
-        metrics: Counts and times so far.
-        turn_metrics: Those that one turn brought, by session and turn id.
+        metrics: Counts and times so far; ``turn_metrics`` by session and turn id.
         rewarded: Whether the agent says itself what the episode is worth (:meth:`reward`): the environment is not
             asked to score it.
     """
@@ -248,11 +247,7 @@ class Episode:
         return found
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
-        """Note a reward on a turn, or with None on the episode.
-
-        Raises:
-            AgentError: It is not finite.
-        """
+        """Note a reward on a turn, or with None on the episode. Raises AgentError where it is not finite."""
         finite(f"episode.note: reward {name!r}", value)
         self.rewards.append(Reward(agent, turn_id, name, float(value)))
 
@@ -382,3 +377,7 @@ class Agent(ABC):
 
     async def close(self) -> None:  # noqa: B027 - most agents hold nothing
         """Release what the agent holds between episodes. Called once, when no episode runs any more."""
+
+    def policies(self) -> frozenset[str]:
+        """The policies that its sessions name: a run sees beforehand whether they are there."""
+        return frozenset({TRAINED})

@@ -35,6 +35,7 @@ _AGENTS: dict[str, Registered | str] = {
     "langgraph": "turnwise.agents.langgraph:LangGraphAgent",
     "react": "turnwise.agents.react:ReActAgent",
     "single_turn": "turnwise.agents.single_turn:SingleTurnAgent",
+    "turns": "turnwise.agents.turns:TurnsAgent",
 }
 
 

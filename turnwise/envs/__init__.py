@@ -2,6 +2,7 @@
 
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
 from turnwise.envs.doctor import CheckReport, Finding, check_env
+from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import EnvSpec, env_names, make, register
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.solution import play_solution, tool_call
@@ -14,6 +15,7 @@ __all__ = [
     "Env",
     "EnvSpec",
     "Finding",
+    "MultiAgentEnv",
     "RecordTranscript",
     "ShapeReward",
     "SingleTurnEnv",

@@ -50,6 +50,7 @@ _ENVS: dict[str, _Entry] = {
     "gymnasium_tools": _Entry("turnwise.envs.gym_env:GymnasiumToolEnv", {}),
     "lookup": _Entry("turnwise.envs.lookup:LookupEnv", {}),
     "math": _Entry("turnwise.envs.math:MathEnv", {}),
+    "nim": _Entry("turnwise.envs.nim:NimEnv", {}),
     "retail": _Entry("turnwise.envs.retail:RetailEnv", {}),
     "search": _Entry("turnwise.envs.search:SearchEnv", {}),
     "single_turn": _Entry("turnwise.envs.single_turn:SingleTurnEnv", {}),

@@ -1,0 +1,89 @@
+"""A model from nothing learns Nim by playing against itself.
+
+1. Random games with allowed moves are written down, tokenizer and model (860,000 parameters) are made in place, and the
+   model is warmed up on the games (``sft.yaml``): it then plays by the rules, and no better than at random.
+2. ``train.yaml`` trains it by self-play: in each game it speaks for both sides, each with a session and a reward of its
+   own, and is compared with itself on the same side of the same heap.
+3. Before, in between and after, it plays held-out games against two players that are not trained: one that moves at
+   random, and one that is perfect.
+
+``--smoke`` does all of it with next to no training, in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SMOKE = [
+    "steps=1", "batch.groups=2", "rollout.group_size=4", "eval.limit=4", "eval.samples=1", "checkpoint.every=1",
+]  # fmt: skip
+
+
+async def games(count: int, seed: int) -> list[dict[str, Any]]:
+    """Play games of two players that know the rules and nothing else; each sees only what it was told."""
+    from turnwise.envs import invoke, make
+
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        env = make("nim")
+        heard, info = await invoke(env, "reset", None, seed=rng.getrandbits(62))
+        said: dict[str, list[Any]] = {name: [] for name in info["agents"]}
+        over = False
+        while not over:
+            turn = info["turn"]
+            move = {"role": "assistant", "content": str(rng.randint(1, min(env.take, env.stones)))}
+            said[turn] += [*heard, move]
+            heard, _, over, _, info = await invoke(env, "step", move)
+        rows += [{"messages": messages, "tools": []} for messages in said.values() if messages]
+    return rows
+
+
+def main() -> int:
+    sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", help="name of the run; its directory is runs/NAME (default: nim-seedSEED)")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--smoke", action="store_true", help="next to no training")
+    parser.add_argument("overrides", nargs="*", help="key=value for train.yaml, such as steps=60")
+    arguments = parser.parse_args()
+
+    from job import Job, warm_start
+    from rich.console import Console
+
+    from turnwise.config import load_config
+    from turnwise.errors import TurnwiseError
+    from turnwise.trainer.config import TrainConfig
+    from turnwise.trainer.train import run_train
+
+    console = Console(stderr=True)
+    name = arguments.name or f"nim-seed{arguments.seed}"
+    job = Job("nim", HERE, games, count=40 if arguments.smoke else 1000)
+    try:
+        model = warm_start(job, arguments.runs / name, arguments.seed, console)
+        given = [
+            f"name={name}", f"runs={arguments.runs.absolute()}", f"seed={arguments.seed}",
+            f"policies.main.model.path={model.absolute()}", *(SMOKE if arguments.smoke else []), *arguments.overrides,
+        ]  # fmt: skip
+        summary = run_train(load_config(TrainConfig, HERE / "train.yaml", given), console=console)
+    except TurnwiseError as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        return 1
+    print("\ngames won against     before    after")
+    for opponent in ("random", "perfect"):
+        for kind in ("sampled", "greedy"):
+            won = [part[kind]["by_source"][opponent]["success"]["mean"] for part in (summary.before, summary.after)]
+            print(f"{opponent}, {kind:<10} {won[0]:10.3f} {won[1]:8.3f}")
+    print(f"{summary.wall_s:.0f} s wall; everything is in {summary.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
