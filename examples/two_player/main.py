@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ async def games(count: int, seed: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
-        env = make("nim")
+        env = make("nim", most=12)
         heard, info = await invoke(env, "reset", None, seed=rng.getrandbits(62))
         said: dict[str, list[Any]] = {name: [] for name in info["agents"]}
         over = False

@@ -34,6 +34,7 @@ CASES = {
         for env_id in ("FrozenLake-v1", "Taxi-v4", "Blackjack-v1", "CartPole-v1")
     ],
     "gymnasium_tools": [(EnvSpec("gymnasium_tools", {"env_id": "FrozenLake-v1"}), None)],
+    "nim": [(EnvSpec("nim"), None), (EnvSpec("nim", {"opponent": "perfect"}), None)],
     "retail": [(EnvSpec("retail"), None)],
     "search": [(EnvSpec("search"), None)],
     "sql": [(EnvSpec("sql"), None)],

@@ -167,7 +167,7 @@ class MultiAgentEnv(ToolEnv):
         agent = self._acting()
         heard = self._inbox.pop(agent, [])
         if not heard:
-            raise EnvError(f"{type(self).__qualname__}: it is {agent!r}'s turn, who was told nothing: use tell()")
+            raise EnvError(f"{type(self).__qualname__}: {agent!r} acts next, but was told nothing: use tell()")
         return heard
 
     def _known(self, agent: Any, method: str) -> None:

@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 
 from turnwise.agents.core import Episode
-from turnwise.errors import TurnwiseError
+from turnwise.agents.roles import TRAINED
+from turnwise.errors import AgentError, TurnwiseError
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.hosted_session import TextSession
@@ -79,7 +80,12 @@ class EpisodeSessions:
         Args:
             name: Whose session it is; ``main`` is the agent's own.
             policy: Which policy samples in it.
+
+        Raises:
+            AgentError: There is no such policy.
         """
+        if policy != TRAINED:
+            raise AgentError(f"session {name!r} is to be sampled by {policy!r}, but there is no such policy: only main")
         session_id = self._episode_id if name == "main" else f"{self._episode_id}/{name}"
         session = (
             self._hosted(session_id, self._client)
