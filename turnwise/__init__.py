@@ -56,7 +56,6 @@ _HOMES = {
     "envs.rewards": ("Rubric",),
     "errors": (
         "AgentError", "BudgetSpent", "ConfigError", "EnvError", "InferenceError", "RenderError", "ToolError",
-        "TurnsAgent",
     "TurnwiseError",
     ),
     "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
