@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from turnwise.agents.roles import Compare
 from turnwise.config import ConfigPath, ConfigReference
+from turnwise.errors import ConfigError
+from turnwise.inference.gateway.addresses import DEFAULT_FORM, check_base, check_template
 from turnwise.tools.config import ToolsConfig
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -101,12 +104,46 @@ def _function(value: Any) -> Any:
     return {"function": value} if isinstance(value, str) else value
 
 
+class AddressConfig(BaseModel):
+    """Where agents that speak a wire API reach the sessions of their episodes.
+
+    Attributes:
+        host: Address to bind.
+        port: Port to bind; 0 takes a free one.
+        public_urls: Base URLs of what stands in front of it (a proxy, a load balancer): each episode is given the one
+            that the fewest episodes have. By default host and port themselves.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    public_urls: list[str] = Field(default_factory=list)
+
+    @field_validator("public_urls")
+    @classmethod
+    def _are_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            _as_problem(check_base, url)
+        return urls
+
+
+def _as_problem(check: Callable[[str], None], value: str) -> None:
+    try:
+        check(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 class RolloutConfig(BaseModel):
     """How episodes are rolled out.
 
     Attributes:
         env: The environment, unless a task names its own.
         agent: The agent, unless a task names its own.
+        address: What the address of a session looks like, with ``{base}`` (or ``{host}`` and ``{port}``), ``{token}``,
+            and as they are wished ``{rollout_id}``, ``{attempt_id}`` and ``{session}``.
+        gateway: Where such addresses are reached.
         agent_loop_manager_class: The class that replaces the rollout manager, as ``pkg.module.Class``,
             ``pkg.module:Class`` or ``path/to/file.py:Class``; by default the package's own.
         agent_loop_config_path: A YAML file that lists agents which tasks and ``agent`` may name besides the registered
@@ -142,6 +179,8 @@ class RolloutConfig(BaseModel):
 
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")
+    address: str = DEFAULT_FORM
+    gateway: AddressConfig = AddressConfig()
     agent_loop_manager_class: ConfigReference | None = None
     agent_loop_config_path: ConfigPath | None = None
     group_size: PositiveInt = 8
@@ -164,3 +203,15 @@ class RolloutConfig(BaseModel):
     echo: Literal["same", "strict"] = "same"
     save_messages: bool = True
     group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, template: str) -> str:
+        _as_problem(check_template, template)
+        return template
+
+    @model_validator(mode="after")
+    def _public_urls_are_used(self) -> Self:
+        if self.gateway.public_urls and "{base}" not in self.address:
+            raise ValueError("gateway.public_urls only together with {base} in address, where they are put")
+        return self

@@ -23,6 +23,7 @@ from turnwise.envs.wrappers import wrap
 from turnwise.errors import AgentError, BudgetSpent, ConfigError, EnvError, TurnwiseError
 from turnwise.inference.canonical import clean
 from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.gateway.addresses import AddressForm
 from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.local import LocalGateway
 from turnwise.rollout.agents import AgentTable
@@ -123,7 +124,15 @@ class EpisodeRunner:
         self._write = write
         self._context_length = min(context_length, config.context_length or context_length)
         endpoint = client.endpoint if isinstance(client, HostedClient) else None
-        self._gateway = LocalGateway(renderer, context_length=self._context_length, endpoint=endpoint, guides=guides)
+        self._gateway = LocalGateway(
+            renderer,
+            context_length=self._context_length,
+            host=config.gateway.host,
+            port=config.gateway.port,
+            form=AddressForm(config.address, config.gateway.public_urls),
+            endpoint=endpoint,
+            guides=guides,
+        )
         self._agents = AgentTable(config)
         self._held: set[str] = set()
         self._toolbox = Toolbox(config.env.tools)

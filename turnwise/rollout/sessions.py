@@ -14,6 +14,7 @@ from turnwise.agents.core import Episode
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AgentError, TurnwiseError
 from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.gateway.addresses import Place
 from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.hosted_session import TextSession
 from turnwise.inference.gateway.local import Door, LocalGateway
@@ -60,6 +61,8 @@ class EpisodeSessions:
         self._client = client
         self._renderer = renderer
         self._episode_id = episode_id
+        self._rollout_id, _, self._attempt_id = episode_id.rpartition(".")
+        self._base: str | None = None
         self._seed = seed
         self._trained = trained
         self._reasoning = config.reasoning
@@ -123,7 +126,11 @@ class EpisodeSessions:
             TurnwiseError: As :meth:`LocalGateway.open`.
         """
         if session.id not in self._doors:
-            self._doors[session.id] = await self._gateway.open(session)
+            if not self._doors:
+                self._base = self._gateway.form.take()
+            name = next(name for name, (each, _) in self.opened.items() if each is session)
+            place = Place(self._rollout_id, self._attempt_id, name, self._base)
+            self._doors[session.id] = await self._gateway.open(session, place)
         return self._doors[session.id]
 
     @contextlib.asynccontextmanager
@@ -148,6 +155,8 @@ class EpisodeSessions:
         finally:
             for door in self._doors.values():
                 await self._gateway.shut(door)
+            self._gateway.form.give_back(self._base)
+            self._base = None
 
     def _failure(self) -> TurnwiseError | None:
         failures = [door.failure for door in self._doors.values()]

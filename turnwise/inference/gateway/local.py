@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError
+from turnwise.inference.asgi import Application, Receive, Scope, Send
 from turnwise.inference.core import Renderer
+from turnwise.inference.gateway.addresses import Addressed, AddressForm, Place
 from turnwise.inference.gateway.app import GatewayApp
 from turnwise.inference.gateway.config import GatewayLimits
 from turnwise.inference.gateway.errors import ApiError
@@ -59,6 +61,8 @@ class LocalGateway:
         context_length: int,
         model: str = "turnwise",
         host: str = "127.0.0.1",
+        port: int = 0,
+        form: AddressForm | None = None,
         limits: GatewayLimits | None = None,
         endpoint: Endpoint | None = None,
         guides: bool = False,
@@ -70,16 +74,20 @@ class LocalGateway:
             context_length: Most tokens of prompt and completion, as ``/v1/models`` says it.
             model: The model's name there; agents may ask for any.
             host: Address to bind.
+            port: Port to bind; 0 takes a free one.
+            form: What addresses look like.
             limits: What agents may use.
             endpoint: The hosted endpoint that requests are passed on to; the sessions are then recorded as text.
             guides: Whether the engine behind the sessions holds completions to grammars.
         """
         self._renderer = renderer
         self._host = host
+        self._wanted = port
+        self.form = form or AddressForm()
         self._sessions = Sessions(_opens_none, limits or GatewayLimits())
         # Nobody is told it: sessions are made and ended here.
         key = secrets.token_urlsafe(32)
-        self._app = (
+        app = (
             HostedApp(self._sessions, admin_key=key, endpoint=endpoint)
             if endpoint is not None
             else GatewayApp(
@@ -92,13 +100,39 @@ class LocalGateway:
                 fixed=FIXED_SAMPLING,
             )
         )
+        self._app = Addressed(app)
+        self._others: dict[str, Application] = {}
         self._starting = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._stop = _nothing
         self._port = 0
 
-    async def open(self, session: Session) -> Door:
+    @property
+    def port(self) -> int:
+        """The port that is listened on; 0 while none is."""
+        return self._port
+
+    def mount(self, prefix: str, app: Application) -> None:
+        """Let another application answer what is below ``/prefix``, on the same port."""
+        self._others[prefix] = app
+
+    async def start(self) -> None:
+        """Listen, unless it does already.
+
+        Raises:
+            InferenceError: The port cannot be bound.
+            MissingExtraError: A package of the extra ``serve`` is missing.
+        """
+        async with self._starting:
+            if self._serving is None:
+                self._start()
+
+    async def open(self, session: Session, place: Place | None = None) -> Door:
         """Open the door of a session.
+
+        Args:
+            session: The session.
+            place: Whose it is, for what its address says besides the token.
 
         Raises:
             ConfigError: The renderer cannot read turns while they are sampled.
@@ -108,19 +142,25 @@ class LocalGateway:
         if not isinstance(self._renderer, Reader):
             kind = type(self._renderer).__qualname__
             raise ConfigError(f"an address needs a renderer with 'live' and 'decode', which {kind} has not")
-        async with self._starting:
-            if self._serving is None:
-                self._start()
+        await self.start()
         try:
             entry = self._sessions.adopt(session, self._renderer)
         except ApiError as error:
             raise InferenceError(error.message) from error
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return Door(f"http://{host}:{self._port}/s/{entry.token}", entry)
+        place = place or Place(session.id, "0")
+        self._app.before[entry.token] = self.form.before(place, entry.token)
+        return Door(self.form.url(place, entry.token, host=self._reached_at, port=self._port), entry)
 
     async def shut(self, door: Door) -> None:
         """Shut a door: what is being sampled for who stands in it is cancelled when this returns."""
+        self._app.before.pop(door.entry.token, None)
         await self._sessions.release(door.entry)
+
+    @property
+    def _reached_at(self) -> str:
+        """The host as a URL of this machine writes it; one that stands for all addresses is reached at its own."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        return f"[{host}]" if ":" in host else host
 
     async def close(self) -> None:
         """Stop listening. Closing twice is no error."""
@@ -137,12 +177,13 @@ class LocalGateway:
         from turnwise.inference.http_guard import guarded
         from turnwise.inference.http_process import bind, deaf_server
 
-        listener = bind(self._host, 0)
+        listener = bind(self._host, self._wanted)
         listener.listen(2048)
         self._port = listener.getsockname()[1]
         limits = self._sessions.limits
         options = uvicorn.Config(
-            self._app,
+            self._dispatch,
+            interface="asgi3",
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -160,6 +201,14 @@ class LocalGateway:
 
         self._stop = stop
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._others and scope["type"] == "http":
+            other = self._others.get(scope["path"].lstrip("/").partition("/")[0])
+            if other is not None:
+                await other(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def _opens_none(session_id: str, _: SessionSettings) -> NoReturn:
