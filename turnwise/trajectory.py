@@ -1,7 +1,7 @@
 """What an episode's session leaves, and the rows that training takes from it.
 
-Owns: :class:`Segment`, :class:`Trajectory`, :class:`TrainSample`, their bytes (with a schema version) and
-:func:`to_samples`. Refuses: making segments; only ``inference/session.py`` does that.
+Owns: :class:`Trajectory`, :class:`TrainSample`, their bytes (with a schema version) and :func:`to_samples`. What a
+trajectory consists of stands in ``segments.py``.
 """
 
 from __future__ import annotations
@@ -10,56 +10,18 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
 from turnwise.errors import FormatError, TrainError
-from turnwise.types import FinishReason, Logprobs, Media, StopReason, TokenIds, VersionSpan
+from turnwise.segments import Segment as Segment
+from turnwise.segments import read_segment, segment_record
+from turnwise.types import Logprobs, Media, StopReason, TokenIds
 
 SCHEMA_VERSION = 1
-
-SegmentKind = Literal["context", "sampled"]
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of ids that was added to a branch at once. Immutable.
-
-    Attributes:
-        index: Its place in ``Trajectory.segments``, in commit order (a parent stands before its children).
-        parent: Index of the segment before it, -1 for a root.
-        kind: ``context`` (``loss_mask`` 0) or ``sampled`` (``loss_mask`` 1).
-        ids: int32 of shape [tokens].
-        messages: What the ids mean, as JSON: the messages that a request added, or the one assistant message.
-        turn_id: Names the turn; sampled segments only.
-        logprobs: float32 of shape [tokens], sampled segments only.
-        weight_versions: Spans over ``ids``, sampled segments only.
-        finish_reason: Sampled segments only.
-        fork: Why this segment is not the first child of its parent, or None.
-        tools: Root contexts only: the tools of the root, as JSON.
-        template_args: Root contexts only: what a request gave the chat template besides, or None.
-    """
-
-    index: int
-    parent: int
-    kind: SegmentKind
-    ids: TokenIds
-    messages: tuple[dict[str, Any], ...] = ()
-    turn_id: str | None = None
-    logprobs: Logprobs | None = None
-    weight_versions: tuple[VersionSpan, ...] = ()
-    finish_reason: FinishReason | None = None
-    fork: str | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
-    template_args: dict[str, Any] | None = None
-
-    @property
-    def sampled(self) -> bool:
-        """Whether the policy sampled these ids."""
-        return self.kind == "sampled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +126,7 @@ class Trajectory:
         if not np.isfinite([value for _, _, value in self.rewards]).all():
             raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}")
         record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
-        record["segments"] = [_segment_record(segment) for segment in self.segments]
+        record["segments"] = [segment_record(segment) for segment in self.segments]
         try:
             return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
         except TypeError:
@@ -186,7 +148,7 @@ class Trajectory:
         """
         record = _load(data, "trajectory")
         try:
-            segments = [_read_segment(item) for item in record.pop("segments")]
+            segments = [read_segment(item) for item in record.pop("segments")]
             record["stop_reason"] = StopReason(record["stop_reason"])
             record["rewards"] = [(turn, name, float(value)) for turn, name, value in record["rewards"]]
             return cls(segments=segments, **record)
@@ -195,37 +157,6 @@ class Trajectory:
 
 
 _TRAJECTORY_FIELDS = tuple(each.name for each in fields(Trajectory) if each.name != "segments")
-_SEGMENT_FIELDS = ("index", "parent", "kind", "ids", "messages")
-_SAMPLED_FIELDS = ("turn_id", "logprobs", "weight_versions", "finish_reason")
-_RARE_FIELDS = ("fork", "tools", "template_args")
-
-
-def _segment_record(segment: Segment) -> dict[str, Any]:
-    record = {name: getattr(segment, name) for name in _SEGMENT_FIELDS + _SAMPLED_FIELDS * segment.sampled}
-    return record | {name: held for name in _RARE_FIELDS if (held := getattr(segment, name)) is not None}
-
-
-def _read_segment(record: dict[str, Any]) -> Segment:
-    logprobs = record.get("logprobs")
-    tools, given = record.get("tools"), record.get("template_args")
-    return Segment(
-        index=record["index"],
-        parent=record["parent"],
-        kind=record["kind"],
-        ids=np.asarray(record["ids"], np.int32),
-        messages=_listed(record["messages"]),
-        turn_id=record.get("turn_id"),
-        logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
-        weight_versions=tuple((int(v), int(s), int(e)) for v, s, e in record.get("weight_versions", ())),
-        finish_reason=record.get("finish_reason"),
-        fork=record.get("fork"),
-        tools=None if tools is None else _listed(tools),
-        template_args=json.loads(given) if isinstance(given, str) else given,
-    )
-
-
-def _listed(value: Any) -> tuple[dict[str, Any], ...]:
-    return tuple(json.loads(value) if isinstance(value, str) else value)
 
 
 def _load(data: bytes | str, what: str) -> dict[str, Any]:
@@ -323,7 +254,8 @@ class Samples:
     Attributes:
         rows: The training rows.
         empty_leaves: Leaves whose row owned no sampled id.
-        unowned_tokens: Sampled ids that no kept row trains: 0 unless rows were filtered or cut.
+        unowned_tokens: Sampled ids that no kept row trains: 0 unless rows were filtered or cut, or the agent left ids
+            out.
     """
 
     rows: list[TrainSample]
@@ -393,7 +325,7 @@ def _row(
             for version, first, last in segment.weight_versions:
                 versions[start + first : min(start + last, end)] = version
             if segment.index not in owned:
-                mask[start:end] = True
+                mask[start:end] = segment.trained[: end - start]
                 owned.add(segment.index)
         start += len(segment.ids)
     return TrainSample(ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, path[-1].index)

@@ -7,7 +7,7 @@ declined with its reason, a message that the template cannot say is an error, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Literal
 
@@ -21,9 +21,10 @@ from turnwise.inference.formats.detect import Choice
 from turnwise.inference.formats.guides import FormatGuides
 from turnwise.inference.formats.live import LiveTurn
 from turnwise.inference.probing import TemplateFacts
-from turnwise.inference.readback import difference, shown, spoken
+from turnwise.inference.readback import difference, shown
 from turnwise.inference.template_args import TemplateArguments, argument_values, takes, template_arguments
 from turnwise.inference.template_form import TemplateForm
+from turnwise.inference.template_text import TemplateText
 from turnwise.inference.tokens import Tokens
 from turnwise.types import Message, TokenIds, ToolSchema, as_ids
 
@@ -49,6 +50,7 @@ class TemplateRenderer:
         guides: Grammars of completions in the chat format.
         arguments: What the template is given besides what this renderer was made with; see :meth:`under`.
         stop_ids: Ids that end a turn.
+        text: Whole conversations, and text that is no message.
         media: Empty: a chat template and a tokenizer place text only.
         why: Why the last :meth:`extend` returned None.
 
@@ -58,7 +60,8 @@ class TemplateRenderer:
 
     __slots__ = (
         "_base", "_choice", "_closing", "_eos", "_escape", "_facts", "_fixed", "_form", "_format", "_generation",
-        "_own", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media", "stop_ids", "why",
+        "_own", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media", "stop_ids", "text",
+        "why",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +98,10 @@ class TemplateRenderer:
         self._generation = len(tokens.encode(facts.prompt[len(facts.head) :])) + 2
         self._prefixes: dict[bytes, str] = {}
         self.guides: GuideTags = FormatGuides(self._format, lambda tail: self._prefix(tail[-self._generation :]))
-        self._form = TemplateForm(facts, tokens, self._format, escape=self._escape, forget=self._skeletons.forget)
+        self._form = form = TemplateForm(
+            facts, tokens, self._format, escape=self._escape, forget=self._skeletons.forget
+        )
+        self.text = TemplateText(facts.template, tokens, form)
         self._fixed = fixed_arguments
         self._base = self
         reads, variables = facts.template.reads, facts.template.variables
@@ -178,23 +184,7 @@ class TemplateRenderer:
         Raises:
             RenderError: The template raised on these messages.
         """
-        text = self._render_text(messages, self._form.tools(tools)[0])
-        return as_ids(self._tokens.encode(text))
-
-    def _render_text(self, messages: Sequence[Canonical], tools: Sequence[Mapping[str, Any]]) -> str:
-        wires = [self._form.message(message) for message in messages]
-        raws = [self._form.text(call.arguments) for message in messages for call in message.calls if call.value is None]
-        if not raws:
-            return self._facts.template.render(wires, tools, generate=True)
-        try:
-            text = self._facts.template.render(wires, tools, generate=True)
-        except RenderError:
-            text = ""
-        if text and all(raw in text for raw in raws):
-            return text
-        # This template has no place for arguments that are no object: the call is said as text.
-        wires = [self._form.message(spoken(message)) for message in messages]
-        return self._facts.template.render(wires, tools, generate=True)
+        return self.text.prompt(messages, tools)
 
     def extend(
         self,

@@ -183,6 +183,10 @@ class Tokens:
         except OverflowError:
             return self._decode([number for number in known if 0 <= number < 2**32])
 
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without those that the tokenizer calls special."""
+        return self._tokenizer.decode([number for number in ids if 0 <= number < 2**32], skip_special_tokens=True)
+
     def decode_behind(self, ids: Sequence[int]) -> str:
         """Return the text of ids as it stands behind other text (some decoders cut blanks at the start)."""
         if self._anchor is None:

@@ -241,9 +241,12 @@ class _Audit:
                 start = end
         for segment in trajectory.segments:
             wanted = reachable[segment.index] if rows[0].max_tokens is not None else np.True_
-            expected = (wanted & np.bool_(segment.sampled)).astype(np.int32)
+            expected = (wanted & segment.trained).astype(np.int32)
             wrong = np.flatnonzero(trained[segment.index] != expected)
             self._report.counts["ids trained once"] += int((trained[segment.index] == 1).sum())
+            self._report.counts["sampled ids that an agent left out"] += int(segment.sampled) * int(
+                (~segment.trained).sum()
+            )
             if len(wrong):
                 position = int(wrong[0])
                 times = int(trained[segment.index][position])
@@ -296,7 +299,7 @@ def _sampled_parts(segment: Segment, where: str) -> Iterator[str]:
     if len(segment.ids) == 0 or int(segment.ids.min()) < 0:
         yield f"{where} holds no ids, or a negative one"
     if not segment.sampled:
-        if segment.logprobs is not None or segment.weight_versions or segment.turn_id is not None:
+        if segment.logprobs is not None or segment.weight_versions or segment.turn_id is not None or segment.left_out:
             yield f"{where} is context, but carries what only sampled segments have"
         return
     if segment.turn_id is None or segment.finish_reason is None:
@@ -306,6 +309,8 @@ def _sampled_parts(segment: Segment, where: str) -> Iterator[str]:
         yield f"{where} has {len(segment.ids)} ids and {size} logprobs"
     elif not np.isfinite(segment.logprobs).all():
         yield f"{where} has a logprob that is not finite"
+    if any(not 0 <= start < end <= len(segment.ids) for start, end in segment.left_out or ()):
+        yield f"{where} leaves {segment.left_out} out of its {len(segment.ids)} ids"
     covered = 0
     for _, start, end in segment.weight_versions:
         if start != covered or end <= start:

@@ -19,6 +19,7 @@ from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.hosted_session import TextSession
 from turnwise.inference.gateway.local import Door, LocalGateway
 from turnwise.inference.session import Session, SessionLimits
+from turnwise.inference.token_session import TokenSession
 from turnwise.rollout.config import RolloutConfig
 from turnwise.seeding import stable_hash
 from turnwise.types import SamplingParams
@@ -93,7 +94,7 @@ class EpisodeSessions:
         session = (
             self._hosted(session_id, self._client)
             if isinstance(self._client, HostedClient)
-            else Session(
+            else TokenSession(
                 self._client,
                 self._renderer,
                 id=session_id,

@@ -1,0 +1,237 @@
+"""The recorder for agents that handle ids themselves: a prompt of ids in, sampled ids out.
+
+Owns: :class:`TokenSession`, a session that besides messages takes ids, and :class:`Kept`, what an agent says that it
+made of what was sampled. The ids of a request are found in the same tree; what no earlier request sampled is context.
+Refuses: believing an agent about what was sampled. An account of an episode is held against what the engine returned,
+and one that contradicts it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.errors import InferenceError, SessionError
+from turnwise.inference.answer import check_completion, read_completion
+from turnwise.inference.canonical import Canonical
+from turnwise.inference.placed import Placed, Recorded
+from turnwise.inference.session import Session
+from turnwise.inference.tree import Match, Node, RootKey
+from turnwise.segments import Segment
+from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt, ToolSchema, as_ids
+
+# No conversation has such a root: no tool is called so.
+_KEY: RootKey = ((("<ids>", "", ""),), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an agent says of one branch: the prompt that it began with, and what followed.
+
+    Attributes:
+        prompt_ids: Ids that the model was shown first; none of them is trained.
+        response_ids: All that followed: what was sampled, and what the agent put in between.
+        mask: 1 where an id was sampled and is to be trained, else 0.
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    mask: Sequence[int]
+
+
+class TokenSession(Session):
+    """A session that is asked with messages, with ids, or with both; arguments of :class:`Session`."""
+
+    _left_out: dict[int, npt.NDArray[np.bool_]] | None = None
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, tools: Sequence[ToolSchema] = ()
+    ) -> Recorded:
+        """Ask for a completion of these very ids and record both.
+
+        Args:
+            prompt_ids: All that the model is to see.
+            params: Sampling parameters instead of the session's.
+            tools: By which calls in the completion are read. They are no part of the prompt.
+
+        Raises:
+            SessionError: The ids are none, or the client broke its contract.
+            BudgetSpent: Nothing is left to sample. Nothing was sent.
+            InferenceError: The server failed. Nothing was committed.
+        """
+        request = self._place(_ids("prompt_ids", prompt_ids), params)
+        try:
+            completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
+            return Recorded(request.opened(), completion, self._commit_ids(request, completion, tools))
+        except (InferenceError, SessionError) as error:
+            self._failure = error
+            raise
+
+    def keep(self, branches: Sequence[Kept]) -> None:
+        """Train only what an agent's account of the episode holds: what was sampled with ids and is in no branch of it,
+        or masked there, is left out.
+
+        Raises:
+            SessionError: The account contradicts what was sampled. Nothing is left out then.
+        """
+        kept = {node.index: np.zeros(len(node.ids), np.bool_) for node in self._tree.nodes if node.sampled}
+        for number, branch in enumerate(branches):
+            where = f"output {number}" if len(branches) > 1 else "the output"
+            self._hold(branch, where, kept)
+        spoken = {node.index for node in self._tree.nodes if node.sampled and node.key != _KEY}
+        self._left_out = {index: ~mask for index, mask in kept.items() if index not in spoken and not mask.all()}
+
+    def segments(self, *, messages: bool = True) -> list[Segment]:
+        """Return the committed segments, in commit order; see :meth:`Session.segments`."""
+        found = super().segments(messages=messages)
+        for index, mask in (self._left_out or {}).items():
+            found[index] = replace(found[index], left_out=_spans(mask))
+        return found
+
+    # Requests of ids
+
+    def _place(self, prompt: TokenIds, params: SamplingParams | None) -> Placed:
+        parent, used = self._deepest_prefix(prompt)
+        new = prompt[used:].copy()
+        context = next((node for node in self._below(parent) if np.array_equal(node.ids, new)), None)
+        if context is None:
+            self._encoded_tokens += len(new)
+        self._prompt_tokens += len(prompt)
+        meaning = (Canonical("prompt", self.renderer.decode(new)),) if context is None else context.messages
+        match = Match(parent, context, meaning, new, None, len(self._tree.nodes), _KEY, ())
+        limited = self._limited(params or self.params, prompt)
+        self._requests += 1
+        return Placed([], match, TokenPrompt(prompt), limited, self._reason(match, prompt), self.renderer)
+
+    def _below(self, parent: Node | None) -> list[Node]:
+        return [node for node in self._tree.siblings(parent) if node.key == _KEY]
+
+    def _deepest_prefix(self, prompt: TokenIds) -> tuple[Node | None, int]:
+        """Return the turn with the longest path that the prompt begins with, and how long that is.
+
+        At least one id is left: a context holds one. Among equal paths the one committed last is taken.
+        """
+        best: tuple[Node | None, int] = (None, 0)
+        pending: list[tuple[Node, int]] = [(node, 0) for node in self._below(None)]
+        while pending:
+            node, start = pending.pop()
+            end = start + len(node.ids)
+            if end >= len(prompt) or not np.array_equal(node.ids, prompt[start:end]):
+                continue
+            if node.sampled and (best[0] is None or (end, node.index) > (best[1], best[0].index)):
+                best = (node, end)
+            pending.extend((child, end) for child in node.children)
+        return best
+
+    def _reason(self, match: Match, prompt: TokenIds) -> str:
+        """Return why committing this request would make a fork, if it does."""
+        if match.context is not None:
+            return "resample"
+        if match.parent is not None:
+            return "history_edited"
+        shared = max(
+            (_shared(node, prompt) for node in self._tree.nodes if node.key == _KEY and node.sampled), default=0
+        )
+        return "continuation" if shared == len(prompt) else "history_edited" if shared else "restart"
+
+    def _commit_ids(self, request: Placed, completion: Completion, tools: Sequence[ToolSchema]) -> Message:
+        match = request.match
+        check_completion(completion, request.params, self.id)
+        message, cut = read_completion(request.renderer, completion, replace(match, tools=tuple(tools)), request.params)
+        siblings = self._tree.siblings(match.context or match.parent)
+        late = any(node.index >= match.commits for node in siblings)
+        return self._record(replace(request, fork="concurrent" if late else request.fork), completion, message, cut=cut)
+
+    # An agent's account
+
+    def _hold(self, branch: Kept, where: str, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
+        """Find a branch in the tree, and note which of its sampled ids it keeps."""
+        prompt, response = _ids(f"{where}: prompt_ids", branch.prompt_ids), as_ids(branch.response_ids)
+        mask = np.asarray(branch.mask)
+        if mask.shape != response.shape or not np.isin(mask, (0, 1)).all():
+            raise SessionError(
+                f"{where}: response_mask has {mask.size} entries and response_ids {response.size}: give one for each "
+                "id, 1 where the model sampled it and 0 where it did not"
+            )
+        ids = np.concatenate([prompt, response])
+        wanted = np.concatenate([np.zeros(len(prompt), np.bool_), mask.astype(np.bool_)])
+        missing = wanted.copy()
+        for path, reach in self._paths_of(ids, kept):
+            start = 0
+            for node in path:
+                end = min(start + len(node.ids), reach)
+                if node.sampled:
+                    kept[node.index][: end - start] |= missing[start:end]
+                    missing[start:end] = False
+                start = end
+        wrong = np.flatnonzero(missing)
+        if len(wrong):
+            at = int(wrong[0])
+            raise SessionError(
+                f"{where}: response_mask is 1 at {at - len(prompt)} (id {int(ids[at])}, {len(wrong)} such ids), but "
+                f"the model did not sample it there: {self._said_there(ids, at)}. Append the ids of generate() as "
+                "they came, and mark everything else with 0"
+            )
+
+    def _paths_of(self, ids: TokenIds, kept: dict[int, npt.NDArray[np.bool_]]) -> list[tuple[list[Node], int]]:
+        """Return the paths along which these ids were seen, and how far: the one that reaches farthest first.
+
+        Among equal ones the path comes first whose turns no other branch holds yet: the model may say the same twice.
+        Several are needed where a completion was gone on with as a prompt of its own.
+        """
+        found: list[tuple[tuple[int, int, int], list[Node]]] = []
+        pending: list[tuple[Node, int]] = [(node, 0) for node in self._below(None)]
+        while pending:
+            node, start = pending.pop()
+            end = start + _common(node.ids, ids[start:])
+            if end == start:
+                continue
+            path = node.path()
+            fresh = sum(not kept[each.index].any() for each in path if each.sampled)
+            found.append(((end, fresh, node.index), path))
+            if end == start + len(node.ids):
+                pending.extend((child, end) for child in node.children)
+        return [(path, place[0]) for place, path in sorted(found, key=lambda each: each[0], reverse=True)]
+
+    def _said_there(self, ids: TokenIds, at: int) -> str:
+        """Say what the model did where an account says that it sampled an id."""
+        turns = [node for node in self._tree.nodes if node.sampled and node.key == _KEY]
+        if not turns:
+            return "no ids were sampled in this session"
+        closest = max(turns, key=lambda node: _shared(node, ids))
+        shared = _shared(closest, ids)
+        whole = np.concatenate([node.ids for node in closest.path()])
+        if shared < at:
+            return f"the ids differ from what it saw from {shared} on"
+        if at < len(whole):
+            return f"it sampled {int(whole[at])}" if at >= len(whole) - len(closest.ids) else "it was shown that id"
+        return f"turn {closest.turn_id} ended before it"
+
+
+def _ids(what: str, values: Sequence[int]) -> TokenIds:
+    try:
+        ids = as_ids(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SessionError(f"{what} must be a list of token ids: {error}") from error
+    if ids.ndim != 1 or len(ids) == 0 or int(ids.min()) < 0:
+        raise SessionError(f"{what} must be a list of one token id at least, none below 0; its shape is {ids.shape}")
+    return ids
+
+
+def _shared(node: Node, ids: TokenIds) -> int:
+    """Return how many first ids of a path are these."""
+    return _common(np.concatenate([each.ids for each in node.path()]), ids)
+
+
+def _common(one: TokenIds, other: TokenIds) -> int:
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _spans(mask: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
