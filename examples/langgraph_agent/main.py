@@ -1,0 +1,85 @@
+"""A LangGraph agent learns to use two tools: the job of ``../lookup``, with the graph of ``graph.py`` as its agent.
+
+Model, warm start, tasks and settings are those of ``../lookup/train.yaml``; what differs is the agent and that an
+episode may ask twice as often, since two scouts ask. ``--smoke`` plays the graph with a scripted model, in a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from turnwise import Message
+from turnwise.envs.solution import tool_call
+from turnwise.inference.scripted import ScriptedRequest
+
+HERE = Path(__file__).parent
+LOOKUP = HERE.parent / "lookup"
+GRAPH = f"{HERE / 'graph.py'}:make_graph"
+
+
+def main() -> int:
+    sys.path[:0] = [str(LOOKUP), str(HERE.parent / "small_model")]
+    if "--smoke" in sys.argv:
+        return asyncio.run(smoke())
+    from job import Job, run
+    from teacher import demonstrations
+
+    # Before what the command line says, which may say something else.
+    ours = [
+        "rollout.agent.name=langgraph",
+        f"rollout.agent.config.graph={GRAPH}",
+        "rollout.max_turns=8",
+        "steps=24",
+    ]
+    theirs = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+    sys.argv = [argument for argument in sys.argv if argument not in theirs] + ours + theirs
+    return run(Job("lookup", LOOKUP, demonstrations, count=4480), __doc__)
+
+
+async def smoke() -> int:
+    """Play one episode: both scouts look the team and its manager up, and the judge takes what they found."""
+    from make_model import make_model
+    from teacher import demonstrations
+
+    from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, ScriptedClient, load_tasks
+    from turnwise.inference.renderer import load_renderer
+    from turnwise.rollout.core import RolloutParts
+
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory), await demonstrations(50, seed=0), seed=0)
+        renderer = load_renderer(directory)
+    config = RolloutConfig.model_validate(
+        {
+            "env": {"name": "lookup"},
+            "agent": {"name": "langgraph", "config": {"graph": GRAPH}},
+            "group_size": 1,
+            "max_turns": 8,
+        }
+    )
+    client = ScriptedClient(renderer, answer)
+    producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
+    [group] = await producer.gather([RolloutRequest(next(iter(load_tasks("turnwise.envs.lookup:tasks?n=1"))))])
+    await producer.close()
+    [trajectory] = group.trajectories
+    print(f"{trajectory.stop_reason}, reward {trajectory.reward:g}, forks {dict(trajectory.forks())}")
+    for name in sorted(name for name in trajectory.metrics if name.startswith("node/")):
+        print(f"{name} {trajectory.metrics[name]:g}")
+    return 0 if trajectory.error is None and trajectory.reward == 1.0 else 1
+
+
+def answer(request: ScriptedRequest) -> Message | str:
+    """Say what one who knows the tools would say next."""
+    found = re.findall(r"<tool_response>\s*(\w+)\s*</tool_response>", request.text)
+    if len(found) == 2:
+        return found[1]
+    asked = re.findall(r"Who manages (\w+)\?", request.text)
+    call = tool_call("manager_of", team=found[0]) if found else tool_call("team_of", person=asked[-1])
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The example's graph, whose parallel sub-graphs are loops, plays, and learns lookup as well as the ReAct loop does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "langgraph_agent"
+KINDS = ("sampled", "greedy")
+
+
+def example(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLE / "main.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_example_plays_its_graph_with_a_scripted_model() -> None:
+    done = example("--smoke")
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    # Both scouts begin with the same prompt: what the second says of it is another sample of it.
+    assert "completed, reward 1, forks {'resample': 1}" in lines
+    assert {"node/left/ask/turns 3", "node/right/ask/turns 3", "node/left/ask/reward 1"} <= set(lines)
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("langgraph-job")
+def test_a_graph_learns_to_use_the_tools_as_the_react_loop_does(tmp_path: Path) -> None:
+    """The bars are those that the ReAct loop is held to (``test_main_job.py``)."""
+    done = example("--runs", str(tmp_path), "--seed", "0", "--name", "graph")
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "graph" / "summary.json").read_text())
+    figures = {f"{part} {kind}": success(summary[part], kind) for part in ("before", "after") for kind in KINDS}
+    print(f"{figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    for part in ("before", "after"):
+        assert summary[part]["sampled"]["success"]["episodes"] == 800
+        assert summary[part]["greedy"]["success"]["episodes"] == 200
+    assert max(success(summary["before"], kind) for kind in KINDS) <= 0.35
+    assert success(summary["after"], "sampled") >= 0.88
+    assert success(summary["after"], "greedy") >= 0.97
+    audit = [sys.executable, "-m", "turnwise", "audit", str(tmp_path / "graph")]
+    result = subprocess.run(audit, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "nothing contradicts" in result.stdout
+
+
+def success(part: dict[str, Any], kind: str) -> float:
+    return part[kind]["success"]["mean"]
