@@ -34,7 +34,8 @@ from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import HeldOrder, load_tasks
-from turnwise.trainer.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trainer.experience import Experience, build_experience
 from turnwise.trainer.learner import Learner

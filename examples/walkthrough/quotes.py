@@ -264,7 +264,7 @@ def update(page: Page, parts: Parts, walked: Walked) -> None:
     )
     page.add("update", *(f"{name:<16} {walked.metrics[name]:.4f}" for name in names), approximate=True)
     check(walked.metrics["gap/max"] <= CLOSE, "the rollout and the trainer disagree about log-probabilities")
-    weighed, normalizer = weigh(walked.experience.rows, ALGORITHM.loss_aggregation)
+    weighed, normalizer = weigh(walked.experience.rows, ALGORITHM.aggregation)
     [micro] = pack(weighed, BATCH.max_tokens_per_micro_batch)
     page.add("weights", f"weights     {[row.weight for row in weighed]}", f"normaliser  {normalizer}")
     page.add("micro-batch", *micro_batch(micro))

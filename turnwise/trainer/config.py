@@ -7,18 +7,17 @@ which stand in their own ``config.py`` and are nested by import, and keys that n
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from turnwise.config import ConfigPath, ConfigReference
-from turnwise.errors import RegistryError
+from turnwise.config import ConfigPath
 from turnwise.evaluation.config import EvalPlan
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import TasksConfig
-from turnwise.trainer.advantages import advantage_fn
 from turnwise.trainer.aggregation import LossAggregation
+from turnwise.trainer.algorithm import AlgorithmConfig
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
@@ -26,10 +25,6 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 RunName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """A name that is also a directory's."""
-
-
-CREDITS: Final = ("same", "last", "discounted", "turns")
-"""The ways of assigning credit that have a name."""
 
 
 class _Section(BaseModel):
@@ -117,98 +112,6 @@ class PolicyConfig(_Section):
     model: ModelConfig
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-
-
-class CreditConfig(_Section):
-    """Which turn is given how much of what its trajectory earned. A text is its ``name``.
-
-    Attributes:
-        name: ``same``, every turn the trajectory's advantage; ``last``, the last turn alone; ``discounted``, the last
-            turn all of it and each earlier one ``gamma`` times that of the next; ``turns``, each turn by the rewards
-            that were noted on it and after it; or ``pkg.module:function``, which says what each turn is worth.
-        gamma: In (0, 1]. ``discounted`` needs one; ``turns`` discounts later rewards by it, by default not at all.
-    """
-
-    name: ConfigReference = "same"
-    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
-
-    @model_validator(mode="after")
-    def _names_one(self) -> Self:
-        if not self.custom and self.name not in CREDITS:
-            raise ValueError(f"name is {self.name!r}; allowed: {', '.join(CREDITS)}, or pkg.module:function")
-        if self.name == "discounted" and self.gamma is None:
-            raise ValueError("gamma, in (0, 1]: by how much a turn counts less than the one after it")
-        if self.gamma is not None and self.name not in ("discounted", "turns"):
-            raise ValueError(f"no gamma: {self.name!r} does not discount")
-        return self
-
-    @property
-    def custom(self) -> bool:
-        """Whether a function of the user's says what turns are worth."""
-        return any(mark in self.name for mark in ":./")
-
-    @property
-    def discount(self) -> float:
-        """By how much what comes one turn later counts less."""
-        return 1.0 if self.gamma is None else self.gamma
-
-
-def _credit(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-class AlgorithmConfig(_Section):
-    """From rewards to a loss.
-
-    Attributes:
-        advantage: Name of the estimator (``trainer/advantages.py``).
-        credit: Which turn of a trajectory is given how much (``trainer/credit.py``); by default all the same.
-        norm_by_std: Divide by the group's standard deviation.
-        std_eps: Added to that standard deviation.
-        drop_zero_variance: Leave groups out whose rewards are all equal: they have no gradient, and without them the
-            others are not diluted.
-        clip_low: How far the probability ratio may fall below 1.
-        clip_high: How far it may rise above 1.
-        dual_clip: Bound of the ratio for tokens with negative advantage; None is no bound.
-        entropy_coef: Weight of the entropy bonus.
-        loss_aggregation: What a loss is averaged over (``trainer/aggregation.py``).
-        epochs: How often a batch is gone through.
-        minibatches: Optimizer steps per epoch.
-        old_logprobs: What the ratio is taken against: ``rollout`` (what the server reported when it sampled) or
-            ``recompute`` (the trainer's own forward before the first update).
-    """
-
-    advantage: str = "grpo"
-    credit: Annotated[CreditConfig, BeforeValidator(_credit)] = CreditConfig()
-    norm_by_std: bool = True
-    std_eps: PositiveFloat = 1e-4
-    drop_zero_variance: bool = True
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    loss_aggregation: LossAggregation = "token_mean"
-    epochs: PositiveInt = 1
-    minibatches: PositiveInt = 1
-    old_logprobs: Literal["rollout", "recompute"] = "rollout"
-
-    @field_validator("advantage")
-    @classmethod
-    def _is_registered(cls, name: str) -> str:
-        try:
-            advantage_fn(name)
-        except RegistryError as error:
-            raise ValueError(str(error)) from error
-        return name
-
-    @model_validator(mode="after")
-    def _turns_are_compared(self) -> Self:
-        if self.advantage != "grpo" and (self.credit.custom or self.credit.name == "turns"):
-            raise ValueError(
-                f"credit {self.credit.name!r} compares turns as grpo compares trajectories, but advantage is "
-                f"{self.advantage!r}: choose same, last or discounted"
-            )
-        return self
 
 
 class BatchConfig(_Section):

@@ -25,8 +25,9 @@ import torch
 
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.references import load_object
-from turnwise.trainer.advantages import advantage_fn
-from turnwise.trainer.config import AlgorithmConfig, CreditConfig
+from turnwise.trainer.advantages import Advantages
+from turnwise.trainer.algorithm import AlgorithmConfig, CreditConfig
+from turnwise.trainer.registry import Chosen
 from turnwise.trajectory import TrainSample, Trajectory
 
 Values: TypeAlias = npt.NDArray[np.float64]
@@ -183,10 +184,7 @@ def assign(members: Sequence[Trajectory], config: AlgorithmConfig) -> TurnAdvant
         )
         dead_groups = len({group for group, is_dead in zip(groups, gone, strict=True) if is_dead})
         return TurnAdvantages([*found], gone, len(numbers), dead_groups)
-    rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
-    estimate = advantage_fn(config.advantage)
-    index = torch.tensor(groups, dtype=torch.int64)
-    result = estimate(rewards, index, norm_by_std=config.norm_by_std, eps=config.std_eps)
+    result = estimated(members, groups, config.chosen_advantage())
     values: list[float | Values] = [float(value) for value in result.values]
     if config.credit.name != "same":
         values = [
@@ -194,6 +192,33 @@ def assign(members: Sequence[Trajectory], config: AlgorithmConfig) -> TurnAdvant
             for value, each in zip(values, members, strict=True)
         ]
     return TurnAdvantages(values, [bool(flag) for flag in result.dead], result.groups, result.dead_groups)
+
+
+def estimated(members: Sequence[Trajectory], groups: Sequence[int], estimate: Chosen) -> Advantages:
+    """Return the advantages of whole trajectories.
+
+    Args:
+        members: Trajectories in which something was sampled.
+        groups: For each its group.
+        estimate: The estimator with its options.
+
+    Raises:
+        TrainError: A reward is not finite, or an estimator of the user's returned something else than advantages.
+    """
+    rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
+    names = sorted({name for each in members for _, name, _ in each.rewards})
+    sums = [[sum(value for _, said, value in each.rewards if said == name) for each in members] for name in names]
+    data = {
+        "lengths": torch.tensor([each.sampled_tokens for each in members], dtype=torch.int64),
+        "components": {name: torch.tensor(each, dtype=torch.float64) for name, each in zip(names, sums, strict=True)},
+    }
+    result = estimate(rewards, torch.tensor(groups, dtype=torch.int64), **data)
+    if not isinstance(result, Advantages) or result.values.shape != rewards.shape:
+        raise TrainError(
+            f"algorithm.advantage {estimate.name!r} returned {shown(result)}; it must return "
+            "turnwise.trainer.advantages.Advantages with one value for each reward"
+        )
+    return result
 
 
 def on_tokens(sample: TrainSample, value: float | Values) -> float | npt.NDArray[np.float32]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from turnwise.agents.roles import role_of
-from turnwise.trainer.config import AlgorithmConfig
+from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.credit import assign, credit_metrics, on_tokens
 from turnwise.trainer.packing import TrainRow
 from turnwise.trajectory import Trajectory, TrajectoryGroup, to_samples

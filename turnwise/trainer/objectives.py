@@ -9,10 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from turnwise.trainer.config import AlgorithmConfig
+from torch import Tensor
+
+from turnwise.errors import TrainError
+from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.losses import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.policy import TokenScores
+from turnwise.trainer.registry import Chosen
+
+PPO_CLIP = Chosen("ppo_clip", ppo_clip_loss, {})
 
 
 class Objective(Protocol):
@@ -28,27 +34,27 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """The clipped policy-gradient loss with an entropy bonus.
+    """A policy loss with an entropy bonus.
 
-    Besides the sums of ``losses.ppo_clip_loss`` it reports ``entropy`` and the gap between the trainer's and the
-    rollout's log-probabilities, which is that of equal weights as long as no update was made since the rollout.
+    Besides the sums of the loss it reports ``entropy`` and the gap between the trainer's and the rollout's
+    log-probabilities, which is that of equal weights as long as no update was made since the rollout.
 
     Attributes:
-        clip_low: How far the ratio may fall below 1.
-        clip_high: How far it may rise above 1.
-        dual_clip: Bound of the ratio for tokens with negative advantage, or None.
+        loss: The loss with its options.
         entropy_coef: Weight of the entropy bonus.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = None
+    loss: Chosen = PPO_CLIP
     entropy_coef: float = 0.0
 
     @classmethod
     def of(cls, config: AlgorithmConfig) -> Self:
-        """Make the objective that a configuration describes."""
-        return cls(config.clip_low, config.clip_high, config.dual_clip, config.entropy_coef)
+        """Make the objective that a configuration describes.
+
+        Raises:
+            RegistryError: There is no such loss, or not with these options.
+        """
+        return cls(config.chosen_loss(), config.entropy_coef)
 
     @property
     def entropy(self) -> bool:
@@ -56,21 +62,24 @@ class PolicyObjective:
         return True
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
-        """Return the summed loss of a micro-batch."""
+        """Return the summed loss of a micro-batch.
+
+        Raises:
+            TrainError: A loss of the user's returned something else than sums.
+        """
         logprobs, entropy = scores.logprobs, scores.entropy
         device = logprobs.device
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs.to(device)
         weights = batch.at_targets(batch.weights).to(device)
-        result = ppo_clip_loss(
-            logprobs,
-            old,
-            batch.at_targets(batch.advantages).to(device),
-            weights,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
+        rollout = batch.at_targets(batch.rollout_logprobs).to(device)
+        data = {"sequences": batch.sequences, "turns": batch.turns, "selected": batch.selected}
+        read = {name: value.to(device) for name, value in data.items() if value is not None and name in self.loss.reads}
+        advantages = batch.at_targets(batch.advantages).to(device)
+        result: LossSums = self.loss(
+            logprobs, old, advantages, weights, rollout_logprobs=rollout, entropy=entropy, **read
         )
-        gap = logprob_gap(logprobs, batch.at_targets(batch.rollout_logprobs).to(device))
+        self._check(result, logprobs)
+        gap = logprob_gap(logprobs, rollout)
         result.sums |= gap.sums
         result.maxima |= gap.maxima
         if entropy is not None:
@@ -78,6 +87,19 @@ class PolicyObjective:
             if self.entropy_coef:
                 result.loss = result.loss + entropy_bonus(entropy, weights, self.entropy_coef)
         return result
+
+    def _check(self, result: LossSums, logprobs: Tensor) -> None:
+        """Refuse what a loss of the user's may get wrong."""
+        if not isinstance(result, LossSums):
+            raise TrainError(
+                f"algorithm.loss {self.loss.name!r} returned a {type(result).__name__}; it must return "
+                "turnwise.trainer.losses.LossSums (loss, sums, maxima)"
+            )
+        if result.loss.shape != ():
+            raise TrainError(
+                f"algorithm.loss {self.loss.name!r} returned a loss of shape {tuple(result.loss.shape)} for "
+                f"{logprobs.shape[0]} tokens; it must be their weighted sum, (weights * token_loss).sum()"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class TrainRow:
         sample: The ids, the mask and what the rollout recorded.
         advantage: One number for all its trained tokens, or float32 of shape [tokens]. 0 where a loss reads none.
         weight: Loss weight of each of its trained tokens (see ``aggregation.py``).
+        importance: What ``weight`` is multiplied by (``correction.py``): one number, or float32 of shape [tokens].
         temperature: What the logits were divided by when it was sampled; 0 (greedy) counts as 1.
     """
 
@@ -33,6 +34,7 @@ class TrainRow:
     advantage: float | npt.NDArray[np.float32] = 0.0
     weight: float = 1.0
     temperature: float = 1.0
+    importance: float | npt.NDArray[np.float32] = 1.0
 
 
 @dataclass(slots=True)
@@ -50,8 +52,11 @@ class MicroBatch:
         temperatures: float32, the divisor of the logits that predict the token (never 0).
         targets: int64 of shape [N], where ``loss_mask`` is true: positions in [0, T) of the trained tokens.
         rows: For each segment the index of its row in what was packed.
+        sequences: int64 of shape [N], the number (from 0) of the row that each trained token belongs to.
+        turns: int64 of shape [N], the number (from 0) of its turn; turns of different rows have different numbers.
         old_logprobs: float32 of shape [N], log-probabilities that the ratio of a policy loss divides by; None means
             those of the forward pass itself (the ratio is then exactly 1).
+        selected: bool of shape [N], what the loss chose of the whole step (``losses.Loss.select``), or None.
     """
 
     input_ids: Tensor
@@ -64,7 +69,10 @@ class MicroBatch:
     temperatures: Tensor
     targets: Tensor
     rows: tuple[int, ...]
+    sequences: Tensor
+    turns: Tensor
     old_logprobs: Tensor | None = None
+    selected: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -123,7 +131,8 @@ def _check(index: int, row: TrainRow) -> None:
     length = len(sample.input_ids)
     if length == 0:
         raise TrainError(f"{where} has no tokens")
-    for name, values in (("loss_mask", sample.loss_mask), ("rollout_logprobs", sample.rollout_logprobs)):
+    named = {"loss_mask": sample.loss_mask, "rollout_logprobs": sample.rollout_logprobs, "turn_ids": sample.turn_ids}
+    for name, values in named.items():
         if len(values) != length:
             raise TrainError(f"{where}: {name} has {len(values)} elements for {length} input_ids")
     if sample.media:
@@ -132,7 +141,9 @@ def _check(index: int, row: TrainRow) -> None:
         raise TrainError(f"{where}: loss_mask[0] is true, but nothing stands before the first token to predict it from")
     if isinstance(row.advantage, np.ndarray) and row.advantage.shape != (length,):
         raise TrainError(f"{where}: advantage has shape {row.advantage.shape} for {length} input_ids")
-    if not np.isfinite(row.advantage).all() or not np.isfinite(row.weight):
+    if isinstance(row.importance, np.ndarray) and row.importance.shape != (length,):
+        raise TrainError(f"{where}: importance has shape {row.importance.shape} for {length} input_ids")
+    if not (np.isfinite(row.advantage).all() and np.isfinite(row.weight) and np.isfinite(row.importance).all()):
         raise TrainError(f"{where}: advantage or weight is not finite; look at the rewards of its group")
     if not (np.isfinite(row.temperature) and row.temperature >= 0):
         raise TrainError(f"{where}: temperature is {row.temperature}; it must be 0 or more")
@@ -158,8 +169,21 @@ def _lay(rows: Sequence[TrainRow], members: Sequence[int]) -> MicroBatch:
         loss_mask=tensor(mask),
         rollout_logprobs=tensor(spread([row.sample.rollout_logprobs for row in chosen])),
         advantages=tensor(np.where(mask, spread([row.advantage for row in chosen]), np.float32(0))),
-        weights=tensor(np.where(mask, spread([row.weight for row in chosen]), np.float32(0))),
+        weights=tensor(np.where(mask, spread([row.weight * row.importance for row in chosen]), np.float32(0))),
         temperatures=tensor(spread([row.temperature or 1.0 for row in chosen])),
         targets=torch.from_numpy(np.flatnonzero(mask)),
         rows=tuple(members),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(chosen)), [row.sample.trained_tokens for row in chosen])),
+        turns=torch.from_numpy(_turns(chosen)),
     )
+
+
+def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:
+    """Number the turns of the trained tokens of rows, in order."""
+    found: list[npt.NDArray[np.int64]] = []
+    count = 0
+    for row in rows:
+        names, numbers = np.unique(row.sample.turn_ids[row.sample.loss_mask], return_inverse=True)
+        found.append(numbers.astype(np.int64) + count)
+        count += len(names)
+    return np.concatenate(found)

@@ -15,11 +15,13 @@ from torch import Tensor
 from turnwise.errors import TrainError
 from turnwise.seeding import stable_hash
 from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.config import AlgorithmConfig, BatchConfig
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.config import BatchConfig
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.metrics import update_metrics
 from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.registry import Chosen
 
 RowKey = tuple[str, int]
 
@@ -40,27 +42,65 @@ def update_policy(
         Metrics as ``metrics.update_metrics`` names them.
     """
     objective = PolicyObjective.of(algorithm)
-    budget = batch.max_tokens_per_micro_batch
-    # With one update the policy's own forward pass is the old policy: its ratio is 1 without recomputing anything.
-    several = algorithm.epochs > 1 or algorithm.minibatches > 1
-    old: Mapping[RowKey, Tensor] = {}
-    if algorithm.old_logprobs == "recompute" and several:
-        old = recompute_logprobs(learner, rows, budget)
+    select = algorithm.chosen_selection()
+    old = _old_logprobs(learner, rows, algorithm, batch.max_tokens_per_micro_batch)
     updates: list[tuple[Stats, StepResult]] = []
     for epoch in range(algorithm.epochs):
-        for part in minibatches(rows, algorithm.minibatches, stable_hash("minibatches", seed, epoch)):
-            weighed, normalizer = weigh(part, algorithm.loss_aggregation)
-            # Rows without advantage count in the normaliser, but have no gradient: no forward pass is spent on them.
-            weighed = [row for row in weighed if algorithm.entropy_coef or np.any(row.advantage)]
-            batches = pack(weighed, budget)
+        parts = minibatches(rows, algorithm.minibatches, stable_hash("minibatches", seed, epoch))
+        for number, part in enumerate(parts):
+            weighed, normalizer = weigh(part, algorithm.aggregation, scale=algorithm.loss_scale)
+            selected: dict[RowKey, Tensor] = {}
+            if select is not None and old is not None:
+                selected = select_tokens(weighed, old, select, seed=stable_hash("selection", seed, epoch, number))
+            if algorithm.idle_at_zero:
+                # Rows without advantage count in the normaliser, but no forward pass is spent on them.
+                weighed = [row for row in weighed if np.any(row.advantage)]
+            batches = pack(weighed, batch.max_tokens_per_micro_batch)
             for micro in batches:
-                if algorithm.old_logprobs == "rollout":
-                    micro.old_logprobs = micro.at_targets(micro.rollout_logprobs)
-                elif several:
-                    micro.old_logprobs = torch.cat([old[_key(weighed[index])] for index in micro.rows])
+                keys = [_key(weighed[index]) for index in micro.rows]
+                if old is not None:
+                    micro.old_logprobs = torch.cat([old[key] for key in keys])
+                if selected:
+                    micro.selected = torch.cat([selected[key] for key in keys])
             stats = learner.forward_backward(batches, objective, normalizer)
             updates.append((stats, learner.optim_step()))
     return update_metrics(updates)
+
+
+def _old_logprobs(
+    learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, budget: int
+) -> Mapping[RowKey, Tensor] | None:
+    """Return what the ratio is taken against, by row; None where that is the forward pass of the one update itself."""
+    if algorithm.old_logprobs == "rollout":
+        return {_key(row): torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
+    # With one update the policy's own forward pass is the old policy: its ratio is 1 without recomputing anything.
+    if algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None:
+        return recompute_logprobs(learner, rows, budget)
+    return None
+
+
+def select_tokens(
+    rows: Sequence[TrainRow], old: Mapping[RowKey, Tensor], select: Chosen, *, seed: int
+) -> dict[RowKey, Tensor]:
+    """Return which trained tokens a loss selects of the rows of an optimizer step, by row.
+
+    Args:
+        rows: All rows of the step, whose tokens are compared with each other.
+        old: The old policy's log-probabilities of their trained tokens, by row.
+        select: How the loss selects.
+        seed: Decides what is drawn at random.
+    """
+    trained = [row for row in rows if row.sample.trained_tokens]
+    if not trained:
+        return {}
+    advantages = []
+    for row in trained:
+        mask = row.sample.loss_mask
+        advantages.append(np.broadcast_to(np.asarray(row.advantage, np.float32), mask.shape)[mask])
+    logprobs = torch.cat([old[_key(row)] for row in trained])
+    selected: Tensor = select(logprobs, torch.from_numpy(np.concatenate(advantages)), seed=seed)
+    parts = torch.split(selected, [row.sample.trained_tokens for row in trained])
+    return {_key(row): part for row, part in zip(trained, parts, strict=True)}
 
 
 def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[TrainRow]]:

@@ -19,7 +19,7 @@ from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
-from turnwise.trainer.config import AlgorithmConfig
+from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.experience import build_experience
 from turnwise.trajectory import to_samples
 from turnwise.types import StopReason, ToolCall

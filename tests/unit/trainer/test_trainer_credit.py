@@ -17,7 +17,7 @@ from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.advantages import grpo
 from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.config import AlgorithmConfig, CreditConfig
+from turnwise.trainer.algorithm import AlgorithmConfig, CreditConfig
 from turnwise.trainer.credit import compared, load_credit, returns, shares, turn_rewards
 from turnwise.trainer.experience import build_experience
 from turnwise.trainer.metrics import meaning

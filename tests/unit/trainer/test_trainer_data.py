@@ -11,8 +11,9 @@ import pytest
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks import HeldOrder, Task
+from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.checkpoint import TrainerState
-from turnwise.trainer.config import AlgorithmConfig, TrainConfig
+from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream, open_tasks
 from turnwise.trainer.experience import build_experience
 from turnwise.trainer.metrics import meaning

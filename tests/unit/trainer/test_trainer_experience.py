@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.config import AlgorithmConfig
+from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.experience import build_experience
 from turnwise.trainer.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup

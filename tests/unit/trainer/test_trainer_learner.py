@@ -76,7 +76,7 @@ def test_ratio_other_than_one(model_dir: Models, row: Row) -> None:
     for batch, logprobs in zip(batches, old, strict=True):
         assert not logprobs.requires_grad
         batch.old_logprobs = logprobs
-    objective = PolicyObjective(clip_low=0.2, clip_high=0.28)
+    objective = PolicyObjective()
     first = learner.forward_backward(batches, objective, 24.0)
     assert first.means["ratio"] == pytest.approx(1.0, abs=1e-6)
     assert first.means["clip_fraction"] == 0.0

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from turnwise.errors import TrainError
-from turnwise.trainer.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.update import minibatches, update_policy

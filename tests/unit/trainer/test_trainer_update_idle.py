@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import TrainRow, pack

@@ -1,0 +1,189 @@
+"""Names and options of algorithms: what is chosen, what is refused and how, and a loss of the user's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from turnwise.trainer.aggregation import weigh
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.learner import Learner, StepResult
+from turnwise.trainer.losses import LOSSES
+from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.update import update_policy
+
+Row = Callable[..., TrainRow]
+Models = Callable[..., Path]
+
+
+def test_the_default_is_ppo_with_the_defaults_of_its_function() -> None:
+    config = AlgorithmConfig()
+    chosen = config.chosen_loss()
+    assert (chosen.name, chosen.options, config.aggregation) == ("ppo_clip", {}, "token_mean")
+    assert chosen.function is LOSSES["ppo_clip"].function
+
+
+def test_options_reach_the_function_and_the_loss_brings_its_aggregation() -> None:
+    config = AlgorithmConfig.model_validate({"loss": "gspo", "clip_low": 0.003, "loss_options": {"clip_high": 0.004}})
+    assert config.chosen_loss().options == {"clip_low": 0.003, "clip_high": 0.004}
+    assert config.aggregation == "seq_mean_token_mean"
+    named = AlgorithmConfig.model_validate({"loss": "gspo", "loss_aggregation": "seq-mean-token-sum"})
+    assert named.aggregation == "seq_mean_token_sum"
+    split = AlgorithmConfig.model_validate({"loss": "clip_cov", "loss_options": {"share": 0.1, "clip_low": 0.1}})
+    assert split.chosen_loss().options == {"clip_low": 0.1}
+    selection = split.chosen_selection()
+    assert selection is not None
+    assert selection.options == {"share": 0.1}
+
+
+OPTIONS = "algorithm.loss_options"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss": "gpso"}, "algorithm.loss is 'gpso'; did you mean 'gspo'"),
+        ({"loss": "nowhere.mod:f"}, "there is no module 'nowhere'"),
+        ({"loss": "math:pi"}, "algorithm.loss is 'math:pi', which is a float; it must be a function"),
+        ({"loss": "math:cos"}, "which takes (x); it is called with (logprobs, old_logprobs, advantages, weights)"),
+        (
+            {"loss": "sapo", "loss_options": {"tau_poss": 1.0}},
+            f"{OPTIONS}.tau_poss: unknown key, value 1.0; did you mean {OPTIONS}.tau_pos",
+        ),
+        (
+            {"loss": "sapo", "loss_options": {"tau_pos": 0}},
+            f"{OPTIONS}.tau_pos: 0 is not allowed; allowed: more than 0",
+        ),
+        (
+            {"loss": "sapo", "loss_options": {"tau_pos": "x"}},
+            f"{OPTIONS}.tau_pos: 'x' is not allowed; allowed: a number",
+        ),
+        ({"loss": "clip_cov", "loss_options": {"share": 2}}, f"{OPTIONS}.share: 2 is not allowed"),
+        ({"loss": "sapo", "clip_low": 0.2}, "clip_low is 0.2, but the loss 'sapo' has no such option: remove it"),
+        (
+            {"clip_low": 0.2, "loss_options": {"clip_low": 0.3}},
+            f"clip_low is 0.2 here and 0.3 in {OPTIONS}: give it once",
+        ),
+        ({"clip_low": 1.0}, f"{OPTIONS}.clip_low: 1.0 is not allowed; allowed: less than 1"),
+        ({"loss_aggregation": "mean"}, "loss_aggregation"),
+        ({"loss_aggregation": "seq_mean_token_sum_norm"}, "which divides by algorithm.loss_scale: give it"),
+        ({"loss_scale": 100}, "algorithm.loss_scale is 100, but token_mean divides by no constant: remove it"),
+    ],
+)
+def test_what_is_wrong_is_named_before_work_starts(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        AlgorithmConfig.model_validate(given)
+
+
+MINE = """
+from turnwise.trainer.losses import LossSums
+
+def squared(logprobs, old_logprobs, advantages, weights, *, turns, strength: float = 1.0):
+    assert turns.shape == logprobs.shape
+    return LossSums((weights * strength * (logprobs + 2.0) ** 2).sum(), {"turns_seen": turns.max() + 0.0})
+
+def a_mean(logprobs, old_logprobs, advantages, weights):
+    return LossSums(weights * logprobs)
+
+def a_tensor(logprobs, old_logprobs, advantages, weights):
+    return logprobs.sum()
+"""
+
+
+class Gradients:
+    """A learner whose optimizer step keeps the gradient and changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        config = PolicyConfig(model=ModelConfig(path=path, device="cpu"), optim=OptimConfig())
+        self.learner = Learner.create(config, 10)
+        self.found: list[torch.Tensor] = []
+        self.forward_backward, self.logprobs = self.learner.forward_backward, self.learner.logprobs
+
+    def optim_step(self) -> StepResult:
+        parameters = [p for p in self.learner.policy.model.parameters() if p.grad is not None]
+        self.found.append(torch.cat([p.grad.flatten() for p in parameters]))
+        self.learner.policy.model.zero_grad()
+        return StepResult(0.0, {})
+
+
+def update(
+    model: Path, rows: list[TrainRow], budget: int = 64, **given: object
+) -> tuple[torch.Tensor, dict[str, float]]:
+    learner = Gradients(model)
+    config = AlgorithmConfig.model_validate(given)
+    metrics = update_policy(learner, rows, config, BatchConfig(max_tokens_per_micro_batch=budget), seed=1)  # type: ignore[arg-type]
+    return torch.cat(learner.found), metrics
+
+
+@pytest.fixture
+def rows(row: Row) -> list[TrainRow]:
+    """Ragged rows of trajectories, one of two branches, one whose advantage is zero and one that trains nothing."""
+    lengths, names = (12, 7, 9, 15, 5, 8), ("a", "b", "b", "c", "d", "e")
+    given = [
+        row(length, 2 + n, seed=n, name=name, leaf=n, advantage=(1.0, -0.5, -0.5, 0.7, 0.0, 0.3)[n])
+        for n, (length, name) in enumerate(zip(lengths, names, strict=True))
+    ]
+    return [*given, row(6, 0, seed=9, name="f")]
+
+
+def test_a_loss_of_the_users_is_one_line(tmp_path: Path, model_dir: Models, rows: list[TrainRow]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    own = f"{file}:squared"
+    gradient, metrics = update(model_dir(), rows, loss=own, loss_options={"strength": 2.0})
+    half, _ = update(model_dir(), rows, loss=own)
+    torch.testing.assert_close(gradient, 2 * half)
+    # It need not read advantages, so rows without any have a pass, too: every trained token is counted.
+    assert metrics["train/tokens"] == sum(each.sample.trained_tokens for each in rows)
+    assert metrics["train/turns_seen"] > 0
+    with pytest.raises(ValidationError, match=r"algorithm\.loss_options\.strenght: unknown key.*strength"):
+        AlgorithmConfig.model_validate({"loss": own, "loss_options": {"strenght": 1}})
+    with pytest.raises(Exception, match=r"returned a loss of shape .*; it must be their weighted sum"):
+        update(model_dir(), rows, loss=f"{file}:a_mean")
+    with pytest.raises(Exception, match="returned a Tensor; it must return"):
+        update(model_dir(), rows, loss=f"{file}:a_tensor")
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[TrainRow], name: str) -> None:
+    options = {"loss_options": {"share": 0.2, "cov_low": 0.0}} if name == "clip_cov" else {}
+    options |= {"loss_options": {"share": 0.2}} if name == "kl_cov" else {}
+    whole, metrics = update(model_dir(), rows, 1000, loss=name, **options)
+    split, apart = update(model_dir(), rows, 1, loss=name, **options)
+    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
+    assert apart == pytest.approx(metrics, abs=1e-5, rel=1e-5)
+    assert whole.abs().max() > 1e-4
+
+
+def test_a_selection_reads_the_whole_step(model_dir: Models, rows: list[TrainRow]) -> None:
+    """Also on the policy itself, where there is one update and nothing else would be recomputed."""
+    _, metrics = update(model_dir(), rows, 16, loss="kl_cov", old_logprobs="recompute", loss_options={"share": 0.1})
+    tokens = sum(each.sample.trained_tokens for each in rows)
+    assert metrics["train/selected_fraction"] == pytest.approx(int(0.1 * tokens) / tokens)
+    assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_sequences_and_turns_are_numbered_within_a_micro_batch(row: Row) -> None:
+    [batch] = pack([row(6, [1, 2, 5]), row(4, [3]), row(3, 0)], 100)
+    assert batch.sequences.tolist() == [0, 0, 0, 1]
+    assert batch.turns.tolist() == [0, 0, 0, 1]
+
+
+def test_aggregations_over_sequences(row: Row) -> None:
+    # Rows of 2, 4 and 3 trained tokens, one of none: it counts in no denominator. Trajectory a has two rows.
+    given = [row(8, n, name=name, leaf=i) for i, (n, name) in enumerate([(2, "a"), (4, "b"), (3, "a"), (0, "c")])]
+    weighed, normalizer = weigh(given, "seq_mean_token_mean")
+    assert [each.weight for each in weighed] == pytest.approx([0.5, 0.25, 1 / 3, 0.0])
+    assert normalizer == 3.0
+    weighed, normalizer = weigh(given, "seq_mean_token_sum")
+    assert ([each.weight for each in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 3.0)
+    weighed, normalizer = weigh(given, "seq_mean_token_sum_norm", scale=10.0)
+    assert ([each.weight for each in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 30.0)
+    with pytest.raises(Exception, match=r"algorithm\.loss_scale is None"):
+        weigh(given, "seq_mean_token_sum_norm")

@@ -1,0 +1,55 @@
+"""How much better than expected a trajectory was.
+
+Owns: the registry of estimators (:data:`ADVANTAGES`, :func:`advantage_fn`). Refuses: configuration objects and
+trajectories; callers hand in numbers. Every estimator takes ``rewards, groups``, each of shape [n], and by name what
+else it reads of :data:`ADVANTAGE_DATA` and its options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from turnwise.trainer.advantages.batch import gdpo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from turnwise.trainer.advantages.core import Advantages, whitened
+from turnwise.trainer.advantages.group import dr_grpo, grpo, opo, passk, rloo
+from turnwise.trainer.advantages.temporal import gae, gigpo, returns_to_go
+from turnwise.trainer.registry import find
+
+AdvantageFn: TypeAlias = Callable[..., Advantages]
+
+ADVANTAGE_ARGUMENTS = ("rewards", "groups")
+ADVANTAGE_DATA = ("lengths", "components", "baselines")
+"""What an estimator may ask for by name: sampled tokens of each trajectory, shape [n]; rewards by their name, each of
+shape [n]; rewards of greedy rollouts of their tasks, shape [n]."""
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "opo": opo,
+    "gpg": gpg,
+    "passk": passk,
+    "gdpo": gdpo,
+    "remax": remax,
+}
+"""Estimators by the name that a configuration uses."""
+
+
+def advantage_fn(name: str) -> AdvantageFn:
+    """Return an estimator by its name, or a user's own by a reference (``pkg.mod:function``).
+
+    Raises:
+        RegistryError: No such estimator.
+    """
+    function: AdvantageFn = find(name, ADVANTAGES, "algorithm.advantage")
+    return function
+
+
+__all__ = [
+    "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "AdvantageFn", "Advantages", "advantage_fn", "dr_grpo",
+    "gae", "gdpo", "gigpo", "gpg", "grpo", "opo", "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "remax", "returns_to_go", "rloo", "whitened",
+]  # fmt: skip

@@ -1,0 +1,249 @@
+"""The configuration of what is learned from rewards: ``algorithm`` of ``turnwise train``.
+
+Owns: :class:`AlgorithmConfig`, :class:`CreditConfig`, and how names and options become functions. Refuses: the formulas
+(``advantages``, ``losses``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from turnwise.config import ConfigReference
+from turnwise.errors import RegistryError
+from turnwise.trainer.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGE_DATA, advantage_fn
+from turnwise.trainer.aggregation import LossAggregation
+from turnwise.trainer.losses import LOSS_ARGUMENTS, LOSS_DATA, SELECT_ARGUMENTS, SELECT_DATA, find_loss
+from turnwise.trainer.registry import Chosen, bind
+
+PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
+PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
+
+CREDITS: Final = ("same", "last", "discounted", "turns")
+"""The ways of assigning credit that have a name."""
+
+
+def _underscored(value: object) -> object:
+    """Take the spelling with hyphens, which others use, for ours."""
+    return value.replace("-", "_") if isinstance(value, str) else value
+
+
+class CreditConfig(BaseModel):
+    """Which turn is given how much of what its trajectory earned. A text is its ``name``.
+
+    Attributes:
+        name: ``same``, every turn the trajectory's advantage; ``last``, the last turn alone; ``discounted``, the last
+            turn all of it and each earlier one ``gamma`` times that of the next; ``turns``, each turn by the rewards
+            that were noted on it and after it; or ``pkg.module:function``, which says what each turn is worth.
+        gamma: In (0, 1]. ``discounted`` needs one; ``turns`` discounts later rewards by it, by default not at all.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: ConfigReference = "same"
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if not self.custom and self.name not in CREDITS:
+            raise ValueError(f"name is {self.name!r}; allowed: {', '.join(CREDITS)}, or pkg.module:function")
+        if self.name == "discounted" and self.gamma is None:
+            raise ValueError("gamma, in (0, 1]: by how much a turn counts less than the one after it")
+        if self.gamma is not None and self.name not in ("discounted", "turns"):
+            raise ValueError(f"no gamma: {self.name!r} does not discount")
+        return self
+
+    @property
+    def custom(self) -> bool:
+        """Whether a function of the user's says what turns are worth."""
+        return any(mark in self.name for mark in ":./")
+
+    @property
+    def discount(self) -> float:
+        """By how much what comes one turn later counts less."""
+        return 1.0 if self.gamma is None else self.gamma
+
+
+def _credit(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class AlgorithmConfig(BaseModel):
+    """From rewards to a loss.
+
+    Attributes:
+        advantage: Name of the estimator (``trainer/advantages``), or a function of your own as ``pkg.mod:function``.
+        advantage_options: Options of that estimator by name.
+        credit: Which turn of a trajectory is given how much (``trainer/credit.py``); by default all the same.
+        norm_by_std: Divide by the group's standard deviation (``grpo``, and credit that compares turns).
+        std_eps: Added to that standard deviation.
+        drop_zero_variance: Leave groups out whose rewards are all equal: they have no gradient, and without them the
+            others are not diluted.
+        loss: Name of the policy loss (``trainer/losses``), or a function of your own as ``pkg.mod:function``.
+        loss_options: Options of that loss by name; those left out keep the defaults of its function.
+        clip_low: How far the probability ratio may fall below 1; None is the default of the loss.
+        clip_high: How far it may rise above 1; None is the default of the loss.
+        dual_clip: Bound of the ratio for tokens with negative advantage; None is no bound.
+        entropy_coef: Weight of the entropy bonus.
+        loss_aggregation: What a loss is averaged over (``trainer/aggregation.py``); None is what the loss was published
+            with.
+        loss_scale: The constant that ``seq_mean_token_sum_norm`` divides by, such as the longest completion.
+        epochs: How often a batch is gone through.
+        minibatches: Optimizer steps per epoch.
+        old_logprobs: What the ratio is taken against: ``rollout`` (what the server reported when it sampled) or
+            ``recompute`` (the trainer's own forward before the first update).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    advantage: ConfigReference = "grpo"
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    credit: Annotated[CreditConfig, BeforeValidator(_credit)] = CreditConfig()
+    norm_by_std: bool = True
+    std_eps: PositiveFloat = 1e-4
+    drop_zero_variance: bool = True
+    loss: ConfigReference = "ppo_clip"
+    clip_low: Annotated[float, Field(ge=0)] | None = None
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    loss_aggregation: Annotated[LossAggregation, BeforeValidator(_underscored)] | None = None
+    loss_scale: PositiveFloat | None = None
+    epochs: PositiveInt = 1
+    minibatches: PositiveInt = 1
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+
+    @field_validator("advantage")
+    @classmethod
+    def _is_registered(cls, name: str) -> str:
+        try:
+            advantage_fn(name)
+        except RegistryError as error:
+            raise ValueError(str(error)) from error
+        return name
+
+    @field_validator("loss")
+    @classmethod
+    def _is_a_loss(cls, name: str) -> str:
+        try:
+            find_loss(name)
+        except RegistryError as error:
+            raise ValueError(str(error)) from error
+        return name
+
+    @model_validator(mode="after")
+    def _turns_are_compared(self) -> Self:
+        if self.advantage != "grpo" and (self.credit.custom or self.credit.name == "turns"):
+            raise ValueError(
+                f"credit {self.credit.name!r} compares turns as grpo compares trajectories, but advantage is "
+                f"{self.advantage!r}: choose same, last or discounted"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        try:
+            self.chosen_advantage()
+            self.chosen_loss()
+            self.chosen_selection()
+        except RegistryError as error:
+            raise ValueError(str(error)) from error
+        if self.advantage == "gpg" and self.drop_zero_variance:
+            raise ValueError(
+                "algorithm.advantage gpg makes up for groups that teach nothing itself: set "
+                "algorithm.drop_zero_variance to false, or they count twice"
+            )
+        normed = self.aggregation == "seq_mean_token_sum_norm"
+        if normed and self.loss_scale is None:
+            raise ValueError(
+                "algorithm.loss_aggregation is seq_mean_token_sum_norm, which divides by algorithm.loss_scale: give "
+                "it, such as the longest completion in tokens"
+            )
+        if self.loss_scale is not None and not normed:
+            raise ValueError(
+                f"algorithm.loss_scale is {self.loss_scale:g}, but {self.aggregation} divides by no constant: remove "
+                "it, or set algorithm.loss_aggregation to seq_mean_token_sum_norm"
+            )
+        return self
+
+    @property
+    def aggregation(self) -> LossAggregation:
+        """What the loss is averaged over."""
+        return self.loss_aggregation or find_loss(self.loss).aggregation
+
+    def chosen_advantage(self) -> Chosen:
+        """Return the estimator with its options.
+
+        Raises:
+            RegistryError: There is no such estimator, not with these options, or not for rollouts as they are made.
+        """
+        function = advantage_fn(self.advantage)
+        taken = inspect.signature(function).parameters
+        common = {"norm_by_std": self.norm_by_std, "eps": self.std_eps}
+        chosen = bind(
+            self.advantage,
+            function,
+            {name: value for name, value in common.items() if name in taken} | self.advantage_options,
+            key="algorithm.advantage_options",
+            arguments=ADVANTAGE_ARGUMENTS,
+            data=ADVANTAGE_DATA,
+        )
+        if "baselines" in chosen.reads:
+            raise RegistryError(
+                f"algorithm.advantage is {self.advantage!r}, which needs the reward of a greedy rollout of each task, "
+                "and training makes none; rloo is the nearest that needs no more than the group"
+            )
+        return chosen
+
+    def chosen_loss(self) -> Chosen:
+        """Return the loss with its options.
+
+        Raises:
+            RegistryError: There is no such loss, or not with these options.
+        """
+        loss = find_loss(self.loss)
+        return bind(
+            self.loss,
+            loss.function,
+            self._options(in_selection=False),
+            key="algorithm.loss_options",
+            arguments=LOSS_ARGUMENTS,
+            data=LOSS_DATA,
+        )
+
+    def chosen_selection(self) -> Chosen | None:
+        """Return how the loss selects tokens of a step, with its options; None where it does not.
+
+        Raises:
+            RegistryError: Not with these options.
+        """
+        select = find_loss(self.loss).select
+        if select is None:
+            return None
+        given = self._options(in_selection=True)
+        return bind(
+            self.loss, select, given, key="algorithm.loss_options", arguments=SELECT_ARGUMENTS, data=SELECT_DATA
+        )
+
+    @property
+    def idle_at_zero(self) -> bool:
+        """Whether rows whose advantages are all zero have no gradient."""
+        return find_loss(self.loss).idle_at_zero and not self.entropy_coef
+
+    def _options(self, *, in_selection: bool) -> dict[str, Any]:
+        """Return the options given, those of the selection or the others."""
+        loss = find_loss(self.loss)
+        taken = set(inspect.signature(loss.function).parameters)
+        common = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip}
+        given = {name: value for name, value in common.items() if value is not None}
+        for name, value in given.items():
+            if name in self.loss_options:
+                other = self.loss_options[name]
+                raise RegistryError(f"{name} is {value:g} here and {other!r} in algorithm.loss_options: give it once")
+            if name not in taken:
+                raise RegistryError(f"{name} is {value:g}, but the loss {self.loss!r} has no such option: remove it")
+        mine = set() if loss.select is None else set(inspect.signature(loss.select).parameters)
+        return {name: value for name, value in (given | self.loss_options).items() if (name in mine) is in_selection}

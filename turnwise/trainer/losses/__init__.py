@@ -1,0 +1,111 @@
+"""Losses: pure functions of tensors that return sums.
+
+Owns: the registry of policy losses (:data:`LOSSES`, :class:`Loss`, :func:`find_loss`). Refuses: means and
+configuration. Every policy loss takes ``logprobs, old_logprobs, advantages, weights``, each of shape [N], and by name
+what else it reads of :data:`LOSS_DATA` and its options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from turnwise.trainer.aggregation import LossAggregation
+from turnwise.trainer.losses.clip import ppo_clip_loss
+from turnwise.trainer.losses.core import LossSums
+from turnwise.trainer.losses.covariance import clip_cov_loss, kl_cov_loss, select_clip_cov, select_kl_cov
+from turnwise.trainer.losses.gap import logprob_gap
+from turnwise.trainer.losses.sequence import gmpo_loss, gspo_loss
+from turnwise.trainer.losses.soft import dro_loss, sapo_loss
+from turnwise.trainer.losses.supervised import cross_entropy_loss, entropy_bonus
+from turnwise.trainer.losses.weighted import cispo_loss, dppo_kl_loss, dppo_tv_loss, gpg_loss
+from turnwise.trainer.registry import find
+
+LossFn: TypeAlias = Callable[..., LossSums]
+SelectFn: TypeAlias = Callable[..., Tensor]
+
+LOSS_ARGUMENTS = ("logprobs", "old_logprobs", "advantages", "weights")
+LOSS_DATA = ("sequences", "turns", "rollout_logprobs", "entropy", "selected")
+"""What a loss may ask for by name, each of shape [N]: the number of each token's row and turn in the micro-batch, what
+the server reported, the entropy of the distribution, and what ``select`` chose."""
+
+SELECT_ARGUMENTS = ("old_logprobs", "advantages")
+SELECT_DATA = ("seed",)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A policy loss and what the trainer has to know of it.
+
+    Attributes:
+        function: The formula.
+        aggregation: What it is averaged over unless ``algorithm.loss_aggregation`` says otherwise.
+        select: Chooses tokens of a whole optimizer step before its first pass, from the old policy's
+            log-probabilities and the advantages; the loss gets its answer as ``selected``.
+        idle_at_zero: Whether a row whose advantages are all zero has no gradient, so that no pass is spent on it.
+        uses_ratio: Whether it weighs a token by its ratio to the old policy.
+    """
+
+    function: LossFn
+    aggregation: LossAggregation = "token_mean"
+    select: SelectFn | None = None
+    idle_at_zero: bool = True
+    uses_ratio: bool = True
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo_clip": Loss(ppo_clip_loss),
+    "gspo": Loss(gspo_loss, "seq_mean_token_mean"),
+    "cispo": Loss(cispo_loss),
+    "sapo": Loss(sapo_loss, "seq_mean_token_mean"),
+    "gmpo": Loss(gmpo_loss, "seq_mean_token_mean"),
+    "gpg": Loss(gpg_loss, uses_ratio=False),
+    "clip_cov": Loss(clip_cov_loss, select=select_clip_cov),
+    "kl_cov": Loss(kl_cov_loss, select=select_kl_cov, idle_at_zero=False),
+    "dppo_tv": Loss(dppo_tv_loss),
+    "dppo_kl": Loss(dppo_kl_loss),
+    "dro": Loss(dro_loss, idle_at_zero=False, uses_ratio=False),
+}
+"""Losses by the name that a configuration uses."""
+
+
+def find_loss(name: str) -> Loss:
+    """Return a loss by its name, or a user's own by a reference (``pkg.mod:function``, ``path/file.py:function``).
+
+    Raises:
+        RegistryError: No such loss, or what the reference names is no function.
+    """
+    found: Any = find(name, LOSSES, "algorithm.loss")
+    return found if isinstance(found, Loss) else Loss(found, idle_at_zero=False)
+
+
+__all__ = [
+    "LOSSES",
+    "LOSS_ARGUMENTS",
+    "LOSS_DATA",
+    "SELECT_ARGUMENTS",
+    "SELECT_DATA",
+    "Loss",
+    "LossFn",
+    "LossSums",
+    "cispo_loss",
+    "clip_cov_loss",
+    "cross_entropy_loss",
+    "dppo_kl_loss",
+    "dppo_tv_loss",
+    "dro_loss",
+    "entropy_bonus",
+    "find_loss",
+    "gmpo_loss",
+    "gpg_loss",
+    "gspo_loss",
+    "kl_cov_loss",
+    "logprob_gap",
+    "ppo_clip_loss",
+    "sapo_loss",
+    "select_clip_cov",
+    "select_kl_cov",
+]  # fmt: skip

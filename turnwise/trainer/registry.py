@@ -1,0 +1,138 @@
+"""Formulas by name, and their options, checked against the function's own signature.
+
+Owns: :func:`find` (a registered name, or a user's function by reference), :func:`bind` and :class:`Chosen` (a function
+with checked options, and what it reads by name). Refuses: the formulas.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError, create_model
+
+from turnwise.config_problems import report_problems
+from turnwise.errors import ConfigError, RegistryError
+from turnwise.references import load_object
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A function as a configuration chose it.
+
+    Attributes:
+        name: What the configuration calls it.
+        function: The formula.
+        options: Its checked options, defaults left out.
+        reads: Which further data it asks for by name.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    options: dict[str, Any]
+    reads: frozenset[str] = frozenset()
+
+    def __call__(self, *arguments: Any, **data: Any) -> Any:
+        """Call the function with its arguments, its options, and of ``data`` what it reads."""
+        return self.function(*arguments, **{name: data[name] for name in self.reads}, **self.options)
+
+
+def find(name: str, known: Mapping[str, Any], key: str) -> Any:
+    """Return what a name stands for in a registry, or the function that a reference names.
+
+    Args:
+        name: A registered name, ``pkg.mod:function`` or ``path/file.py:function``.
+        known: The registry.
+        key: The configuration key that holds the name, for messages.
+
+    Raises:
+        RegistryError: Neither; the message names the key, the value and the nearest name.
+    """
+    if name in known:
+        return known[name]
+    if ":" not in name and "." not in name:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise RegistryError(
+            f"{key} is {name!r}; {hint}known: {', '.join(sorted(known))}, or a function of your own as pkg.mod:function"
+        )
+    try:
+        found = load_object(name, key)
+    except ConfigError as error:
+        raise RegistryError(str(error)) from error
+    if not callable(found):
+        raise RegistryError(f"{key} is {name!r}, which is a {type(found).__name__}; it must be a function")
+    return found
+
+
+def bind(
+    name: str,
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    *,
+    key: str,
+    arguments: Collection[str],
+    data: Collection[str],
+) -> Chosen:
+    """Check options against a function's signature.
+
+    Whatever the function takes beyond ``arguments`` and that is no name of ``data`` is an option; its annotation says
+    what it may be.
+
+    Args:
+        name: What the configuration calls the function.
+        function: The formula.
+        given: Options by name.
+        key: The configuration key that holds the options (``algorithm.loss_options``), for messages.
+        arguments: What the function is called with, by position.
+        data: What it may ask for by name.
+
+    Raises:
+        RegistryError: The function takes other arguments, or an option is unknown, missing or wrong; the message names
+            the option, its value and the remedy.
+    """
+    parameters = list(_signature(function, key, name).parameters.values())
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < len(arguments):
+        raise RegistryError(
+            f"{key.removesuffix('_options')} is {name!r}, which takes ({', '.join(each.name for each in positional)}); "
+            f"it is called with ({', '.join(arguments)}), options by keyword"
+        )
+    rest = [each for each in parameters[len(arguments) :] if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    free = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    reads = frozenset(each.name for each in rest if each.name in data)
+    fields: dict[str, Any] = {
+        each.name: (
+            Any if each.annotation is each.empty or isinstance(each.annotation, str) else each.annotation,
+            ... if each.default is each.empty else each.default,
+        )
+        for each in rest
+        if each.name not in reads
+    }
+    settings = ConfigDict(extra="allow" if free else "forbid", arbitrary_types_allowed=True)
+    options = create_model("Options", __config__=settings, **fields)
+    section, _, last = key.partition(".")
+    model = create_model("Outer", **{section: (create_model("Inner", **{last: (options, ...)}), ...)})  # type: ignore[call-overload]
+    held = {section: {last: dict(given)}}
+    try:
+        model.model_validate(held)
+    except ValidationError as error:
+        problems = report_problems(model, held, {}, error.errors(include_url=False))
+        raise RegistryError(f"{name}: {problems}") from error
+    checked = dict(options.model_validate(dict(given)))
+    return Chosen(name, function, {each: checked[each] for each in given}, reads)
+
+
+def _signature(function: Callable[..., Any], key: str, name: str) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except NameError:
+        # An annotation that stands under TYPE_CHECKING: the option is then taken as it is.
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise RegistryError(
+            f"{key.removesuffix('_options')} is {name!r}, whose arguments cannot be read: {error}"
+        ) from error
