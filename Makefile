@@ -21,11 +21,13 @@ PEERS_STAMP := .venv-peers/.turnwise-installed
 # which brings litellm along, has an environment to itself. (It needs mcp and does not say so.)
 AGENTS_NPM ?= @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 AGENTS_NPM_DIR := .cache/npm
+OPENCODE ?= opencode-ai@1.18.33
+OPENCODE_DIR := .cache/opencode
 AGENTS ?= mini-swe-agent==2.4.6 mcp==2.3.0
 AGENTS_BIN := .venv-agents/bin
 CLIENTS ?= openai==3.52.0 anthropic==2.11.0 langchain-openai==1.7.3 langchain-anthropic==1.7.7 openai-agents==0.24.0
 CLIENTS_BIN := .venv-clients/bin
-AGENTS_STAMPS := $(AGENTS_NPM_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
+AGENTS_STAMPS := $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
 # Small tensors are slower with more threads, and the tests run side by side.
 TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 LIMIT_LONG := 2400
@@ -90,6 +92,13 @@ $(AGENTS_NPM_DIR)/.turnwise-installed: | real-needs
 	mkdir -p $(AGENTS_NPM_DIR)
 	npm install --prefix $(AGENTS_NPM_DIR) --ignore-scripts --no-save --no-audit --no-fund --loglevel=error $(AGENTS_NPM)
 	node $(AGENTS_NPM_DIR)/node_modules/@anthropic-ai/claude-code/install.cjs
+	@touch $@
+
+# Its install script is not run: the program that npm chose for this machine stands beside it.
+$(OPENCODE_DIR)/.turnwise-installed: | real-needs
+	mkdir -p $(OPENCODE_DIR)
+	npm install --prefix $(OPENCODE_DIR) --ignore-scripts --no-save --no-audit --no-fund --loglevel=error $(OPENCODE)
+	ln -sf "$$(ls -d $(CURDIR)/$(OPENCODE_DIR)/node_modules/opencode-linux-*/bin/opencode | head -n 1)" $(OPENCODE_DIR)/opencode
 	@touch $@
 
 .venv-agents/.turnwise-installed:

@@ -59,7 +59,7 @@ class Worker:
         try:
             self._program, self._ended = await start(read, self._read)
         except BaseException:
-            self._lines.abort()
+            self._hang_up()
             raise
 
     @property
@@ -88,9 +88,13 @@ class Worker:
         try:
             return await self.program.end()
         finally:
-            if self._lines is not None:
-                self._lines.abort()
+            self._hang_up()
             self._ended()
+
+    def _hang_up(self) -> None:
+        # Where the other end is closed, this one is by now, and must not be closed again.
+        if self._lines is not None and not self._lines.is_closing():
+            self._lines.abort()
 
     def _read(self, line: bytes) -> None:
         try:

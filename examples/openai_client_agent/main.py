@@ -1,0 +1,42 @@
+"""Train a loop on the ``openai`` package that knows nothing of Turnwise: it learns as our own ReAct loop does.
+
+The model, the warm start and the tasks are those of ``../lookup``; only the agent is another one: the program
+``loop.py``, in processes of its own. ``--smoke`` plays four tasks with a model from a script and trains nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LOOKUP = HERE.parent / "lookup"
+AGENT = {
+    "name": "blackbox",
+    "config": {
+        "command": ["{python}", str(HERE / "loop.py")],
+        "dialect": "openai",
+        # The programs stay: to start one for each of 6,600 episodes would take longer than all the training.
+        "workers": 12,
+    },
+}
+
+
+def main() -> int:
+    if "--smoke" in sys.argv:
+        sys.path.insert(0, str(HERE.parent))
+        from black_box_smoke import play
+
+        return asyncio.run(play(AGENT, episodes=4))
+    sys.path[:0] = [str(LOOKUP), str(HERE.parent / "small_model")]
+    from job import Job, run
+    from teacher import demonstrations
+
+    sys.argv += [f"rollout.agent={json.dumps(AGENT)}", "rollout.concurrency=24"]
+    return run(Job("lookup", LOOKUP, demonstrations, count=4480), __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""A loop on OpenAI's client, in processes of its own, learns lookup as the ReAct loop does: the same bar."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MAIN = Path(__file__).parents[2] / "examples" / "openai_client_agent" / "main.py"
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("blackbox-job")]
+
+
+def test_a_program_learns_as_the_react_loop_does(tmp_path: Path) -> None:
+    command = [sys.executable, str(MAIN), "--runs", str(tmp_path), "--seed", "0", "--name", "job"]
+    with (tmp_path / "log").open("wb") as log:
+        done = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, "COLUMNS": "160"}, check=False)
+    assert done.returncode == 0, (tmp_path / "log").read_text()[-3000:]
+    summary = json.loads((tmp_path / "job" / "summary.json").read_text())
+    found = {
+        f"{part} {kind}": summary[part][kind]["success"]["mean"]
+        for part in ("before", "after")
+        for kind in ("sampled", "greedy")
+    }
+    print(f"{found}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    assert max(found["before sampled"], found["before greedy"]) <= 0.35
+    assert found["after sampled"] >= 0.88
+    assert found["after greedy"] >= 0.97
+    audit = [sys.executable, "-m", "turnwise", "audit", str(tmp_path / "job")]
+    result = subprocess.run(audit, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "nothing contradicts" in result.stdout
