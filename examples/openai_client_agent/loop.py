@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import httpx
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
 def play(client: OpenAI, http: httpx.Client, task: str, tools_url: str) -> str:
@@ -42,7 +42,7 @@ def main() -> None:
         try:
             own = client.with_options(base_url=job["openai_base_url"])
             said = {"answer": play(own, http, job["prompt"], job["tools_url"])}
-        except Exception as error:
+        except (OpenAIError, httpx.HTTPError, ValueError) as error:
             said = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"id": job["id"], **said}), flush=True)
 

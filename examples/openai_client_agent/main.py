@@ -26,16 +26,35 @@ AGENT = {
 
 def main() -> int:
     if "--smoke" in sys.argv:
-        sys.path.insert(0, str(HERE.parent))
-        from black_box_smoke import play
-
-        return asyncio.run(play(AGENT, episodes=4))
+        return smoke()
     sys.path[:0] = [str(LOOKUP), str(HERE.parent / "small_model")]
     from job import Job, run
     from teacher import demonstrations
 
     sys.argv += [f"rollout.agent={json.dumps(AGENT)}", "rollout.concurrency=24"]
     return run(Job("lookup", LOOKUP, demonstrations, count=4480), __doc__)
+
+
+def smoke() -> int:
+    sys.path.insert(0, str(HERE.parent / "black_boxes"))
+    from smoke import play
+
+    from turnwise import Message, ToolCall
+    from turnwise.envs.lookup import table, tasks
+
+    seed = 7
+    asked = list(tasks(4))
+
+    def says(turn: int, prompt: str) -> Message:
+        person = next(each.data["person"] for each in asked if f"Who manages {each.data['person']}?" in prompt)
+        found = table(seed, person=person)
+        team = found.teams[person]
+        calls = [ToolCall("", "team_of", {"person": person}), ToolCall("", "manager_of", {"team": team})]
+        if turn == 2:
+            return {"role": "assistant", "content": found.answer}
+        return {"role": "assistant", "content": "", "tool_calls": [calls[turn]]}
+
+    return asyncio.run(play(AGENT, "lookup", says, asked, seed))
 
 
 if __name__ == "__main__":

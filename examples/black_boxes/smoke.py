@@ -1,0 +1,79 @@
+"""Plays a few episodes of a program with a model from a script: what the examples of black boxes do under ``--smoke``.
+
+Everything is real (the program, the gateway, the tools, the recorder) but the model, whose lines are written below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from turnwise import Message, RolloutConfig, ScriptedClient, Task, to_samples
+from turnwise.inference.renderer import TemplateRenderer, load_renderer
+from turnwise.inference.scripted import ScriptedRequest
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+
+HERE = Path(__file__).parent
+CONTEXT = 400_000
+Says = Callable[[int, str], Message]
+"""(how many turns the prompt holds, the prompt) -> what the model says."""
+
+
+def renderer_in(folder: Path) -> TemplateRenderer:
+    """Return a renderer with a tokenizer of bytes and the chat template of the small models."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    special += ["<tool_response>", "</tool_response>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: number for number, each in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": special[0]}))
+    shutil.copy(HERE.parent / "small_model" / "chat_template.jinja", folder)
+    return load_renderer(folder)
+
+
+async def play(agent: dict[str, Any], env: str, says: Says, tasks: list[Task], seed: int = 7) -> int:
+    """Play each task once and print what became of it; return 0 if all were solved."""
+
+    def script(request: ScriptedRequest) -> Message:
+        return says(request.text.count("<|im_start|>assistant") - 1, request.text)
+
+    with tempfile.TemporaryDirectory() as folder:
+        renderer = renderer_in(Path(folder))
+        client = ScriptedClient(renderer, script, context_length=CONTEXT)
+        config = RolloutConfig.model_validate({"env": {"name": env}, "agent": agent, "max_turns": 8})
+        runner = EpisodeRunner(config, client, renderer, context_length=CONTEXT)
+        try:
+            specs = [EpisodeSpec(task, "smoke", member=n, env_seed=seed) for n, task in enumerate(tasks)]
+            outcomes = await asyncio.gather(*(runner.run(spec) for spec in specs))
+        finally:
+            await runner.close()
+    solved = 0
+    for outcome in outcomes:
+        (trajectory,) = outcome.trajectories
+        rows = to_samples(trajectory).rows
+        trained = sum(row.trained_tokens for row in rows)
+        print(f"{trajectory.task_id}: {trajectory.stop_reason}, reward {trajectory.reward:g}, ", end="")
+        print(f"{trajectory.metrics['turns'] if rows else 0:g} turns, {trained} tokens to train")
+        if outcome.error is not None:
+            print(f"  {outcome.error}", file=sys.stderr)
+        solved += outcome.error is None and trajectory.reward == 1.0
+    return 0 if solved == len(tasks) else 1
+
+
+def installed(program: str) -> str | None:
+    """Return where a program is, or None after saying what plays its part."""
+    found = shutil.which(program)
+    if found is None:
+        print(f"{program} is not on PATH: stand_in.py plays its part, with the same recipe around it")
+    return found

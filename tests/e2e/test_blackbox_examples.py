@@ -1,0 +1,44 @@
+"""The examples of black boxes run, with the real program where it is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from turnwise.config import load_config
+from turnwise.envs.registration import env_class
+from turnwise.evaluation.config import EvalConfig
+from turnwise.rollout.task_checks import check_own
+from turnwise.tasks import iter_tasks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["openai_client_agent", "claude_code", "mini_swe_agent"])
+def test_an_example_runs(name: str) -> None:
+    assert len((EXAMPLES / name / "main.py").read_text().splitlines()) <= 150
+    command = [sys.executable, str(EXAMPLES / name / "main.py"), "--smoke"]
+    # Not what somebody has installed: that is tests/real, which knows the versions.
+    env = {**os.environ, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if "tokens to train" in line]
+    assert len(lines) == (4 if name == "openai_client_agent" else 2)
+    assert all("completed, reward 1, 3 turns" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["claude_code", "mini_swe_agent"])
+def test_its_evaluation_can_be_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(EvalConfig, EXAMPLES / name / "eval.yaml", [f"model={tmp_path}"])
+    assert env_class(config.rollout.env.name).__name__ == "RepairEnv"
+    assert config.tasks is not None
+    assert len(list(iter_tasks(config.tasks))) == 50
+    program = tmp_path / ("claude" if name == "claude_code" else "mini")
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check_own(config.rollout)
