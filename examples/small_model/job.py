@@ -16,7 +16,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,11 @@ def run(job: Job, description: str | None) -> int:
     return 0
 
 
-def warm_start(job: Job, directory: Path, seed: int, console: Console) -> Path:
-    """Make demonstrations, tokenizer and model, and fine-tune; skipped where the result lies there already."""
+def warm_start(job: Job, directory: Path, seed: int, console: Console, given: Sequence[str] = ()) -> Path:
+    """Make demonstrations, tokenizer and model, and fine-tune; skipped where the result lies there already.
+
+    ``given`` are further overrides of ``sft.yaml``.
+    """
     # torch and transformers are imported here, after the arguments were understood.
     from make_model import make_model
 
@@ -110,6 +113,7 @@ def warm_start(job: Job, directory: Path, seed: int, console: Console) -> Path:
         f"seed={seed}",
         f"data={data.absolute()}",
         f"model.path={(directory / 'initial').absolute()}",
+        *given,
     ]
     return run_sft(load_config(SFTConfig, job.home / "sft.yaml", overrides), console=console).model
 

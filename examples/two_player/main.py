@@ -31,7 +31,7 @@ async def games(count: int, seed: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
-        env = make("nim", most=12)
+        env = make("nim", most=10)
         heard, info = await invoke(env, "reset", None, seed=rng.getrandbits(62))
         said: dict[str, list[Any]] = {name: [] for name in info["agents"]}
         over = False
@@ -65,8 +65,9 @@ def main() -> int:
     console = Console(stderr=True)
     name = arguments.name or f"nim-seed{arguments.seed}"
     job = Job("nim", HERE, games, count=40 if arguments.smoke else 1000)
+    warm = ["steps=5", "conversations=8"] if arguments.smoke else []
     try:
-        model = warm_start(job, arguments.runs / name, arguments.seed, console)
+        model = warm_start(job, arguments.runs / name, arguments.seed, console, warm)
         given = [
             f"name={name}", f"runs={arguments.runs.absolute()}", f"seed={arguments.seed}",
             f"policies.main.model.path={model.absolute()}", *(SMOKE if arguments.smoke else []), *arguments.overrides,

@@ -25,11 +25,12 @@ from turnwise.evaluation.runner import eval_requests, evaluate, load_eval_tasks
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.core import LLMClient
 from turnwise.inference.fleet import Fleet
+from turnwise.inference.frozen import load_renderers, open_frozen
 from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.hosted_config import base_url
 from turnwise.inference.gateway.hosted_endpoint import Endpoint
 from turnwise.inference.gateway.hosted_renderer import TextRenderer
-from turnwise.inference.ledger import LedgerClient
+from turnwise.inference.ledger import Book, LedgerClient
 from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.managers import Rollouts, check_manager, create_manager
 from turnwise.rollout.writer import TrajectoryWriter
@@ -93,6 +94,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     described = renderer.describe()
     console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
+    renderers = load_renderers(config.rollout.frozen, config.model)
     loaded = await load_eval_tasks(config, config.rollout, renderer)
     for report in loaded.reports:
         console.print(Text(f"tasks: {report}", style="dim"), soft_wrap=True)
@@ -102,9 +104,20 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         model = await _model(config, folder, stack)
         # The ledger closes the client with it, and marks its own end: nothing is in flight any more. Of text there are
         # no tokens to write down.
-        tells = config.hosted is None
-        client = LedgerClient(model.client, folder / "ledger.jsonl") if tells else model.client
+        policies = config.rollout.frozen
+        tells = config.hosted is None or any(each.hosted is None for each in policies.values())
+        book = Book(folder / "ledger.jsonl") if tells else None
+        if book is not None:
+            stack.callback(book.close)
+        client = LedgerClient(model.client, book) if book is not None and config.hosted is None else model.client
         stack.push_async_callback(client.close)
+        frozen = await open_frozen(policies, renderers, stack, start=config.model, logs=folder / "logs", book=book)
+
+        async def recover(error: InferenceError) -> None:
+            if model.recover is not None:
+                await model.recover(error)
+            await frozen.recover(error)
+
         writer = TrajectoryWriter(folder / "trajectories.jsonl")
         stack.callback(writer.close)
 
@@ -113,7 +126,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
             if trajectory.error is not None:
                 errors.append(trajectory.error)
 
-        parts = RolloutParts(renderer, write=write, recover=model.recover, custom=config.custom)
+        parts = RolloutParts(renderer, write=write, recover=recover, frozen=frozen.policies, custom=config.custom)
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
         result = await _watched(producer, config, loaded.tasks, console)

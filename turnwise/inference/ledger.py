@@ -73,52 +73,29 @@ class Ledger:
     torn: bool
 
 
-class LedgerClient(LLMClient):
-    """Passes every request on, and writes down each that succeeds.
+class Book:
+    """The file of a ledger, as one process writes it; several clients may write into it.
 
-    The record is in the file before the caller gets the completion, with no suspension in between: a session
-    cannot commit a completion that the ledger lacks.
+    Args:
+        path: The file; its folder is made.
     """
 
-    def __init__(self, inner: LLMClient, path: Path) -> None:
-        self._inner = inner
+    def __init__(self, path: Path) -> None:
         self._file = AppendFile(path)
         self._last: OrderedDict[str, TokenIds] = OrderedDict()
         self._remembered = 0
         self._closed = False
         self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
 
-    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
-        """Pass on to the inner client, then write the call down."""
-        completion = await self._inner.generate(prompt, params, session_id=session_id)
-        self._note(session_id, prompt.ids, completion)
-        return completion
-
-    async def stream(
-        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
-    ) -> AsyncIterator[TokenDelta]:
-        """Pass the pieces on; the call is written down before the last one is."""
-        pieces: list[TokenDelta] = []
-        async with closing(self._inner.stream(prompt, params, session_id=session_id)) as stream:
-            async for delta in stream:
-                pieces.append(delta)
-                if delta.finish_reason is not None:
-                    self._note(session_id, prompt.ids, join_deltas(pieces))
-                yield delta
-
-    async def model_info(self) -> ModelInfo:
-        """Ask the inner client."""
-        return await self._inner.model_info()
-
-    async def close(self) -> None:
-        """Mark the part as ended in order and close file and inner client."""
+    def close(self) -> None:
+        """Mark the part as ended in order, and close the file. Closing twice is no error."""
         if not self._closed:
             self._closed = True
             self._file.append(orjson.dumps({"event": "end"}))
             self._file.close()
-        await self._inner.close()
 
-    def _note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
+    def note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
+        """Write down a call that succeeded."""
         before = self._last.pop(session, None)
         shared = 0 if before is None else _shared_prefix(before, prompt)
         self._last[session] = now = np.concatenate([prompt, completion.token_ids])
@@ -135,6 +112,53 @@ class LedgerClient(LLMClient):
             "finish": completion.finish_reason,
         }
         self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+class LedgerClient(LLMClient):
+    """Passes every request on, and writes down each that succeeds.
+
+    The record is in the file before the caller gets the completion, with no suspension in between: a session
+    cannot commit a completion that the ledger lacks.
+    """
+
+    def __init__(self, inner: LLMClient, book: Path | Book) -> None:
+        """Wrap a client.
+
+        Args:
+            inner: Who samples.
+            book: A file, or a book that several clients write into and that is closed after all of them.
+        """
+        self._inner = inner
+        self._own = not isinstance(book, Book)
+        self._book = book if isinstance(book, Book) else Book(book)
+
+    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
+        """Pass on to the inner client, then write the call down."""
+        completion = await self._inner.generate(prompt, params, session_id=session_id)
+        self._book.note(session_id, prompt.ids, completion)
+        return completion
+
+    async def stream(
+        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
+    ) -> AsyncIterator[TokenDelta]:
+        """Pass the pieces on; the call is written down before the last one is."""
+        pieces: list[TokenDelta] = []
+        async with closing(self._inner.stream(prompt, params, session_id=session_id)) as stream:
+            async for delta in stream:
+                pieces.append(delta)
+                if delta.finish_reason is not None:
+                    self._book.note(session_id, prompt.ids, join_deltas(pieces))
+                yield delta
+
+    async def model_info(self) -> ModelInfo:
+        """Ask the inner client."""
+        return await self._inner.model_info()
+
+    async def close(self) -> None:
+        """Close the inner client, and the book where nobody else writes into it."""
+        if self._own:
+            self._book.close()
+        await self._inner.close()
 
 
 def _shared_prefix(before: TokenIds, prompt: TokenIds) -> int:

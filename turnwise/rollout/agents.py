@@ -11,6 +11,7 @@ import json
 
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
+from turnwise.agents.roles import TRAINED
 from turnwise.config import load_config
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
@@ -29,6 +30,7 @@ class AgentTable:
 
     def __init__(self, config: RolloutConfig) -> None:
         self._default = config.agent
+        self._policies = {TRAINED, *config.frozen}
         self._file = config.agent_loop_config_path
         self._named: dict[str, AgentEntry] = {}
         self._made: dict[str, Agent] = {}
@@ -80,7 +82,14 @@ class AgentTable:
     def _agent(self, name: str, own: dict[str, object]) -> Agent:
         key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name
         if key not in self._made:
-            self._made[key] = self._make(name, own)
+            agent = self._made[key] = self._make(name, own)
+            unknown = sorted(agent.policies() - self._policies)
+            if unknown:
+                del self._made[key]
+                raise ConfigError(
+                    f"agent {name!r} names the policy {unknown[0]!r}, which is not there: name one of "
+                    f"{', '.join(sorted(self._policies))}, or add rollout.frozen.{unknown[0]}"
+                )
         return self._made[key]
 
     def _make(self, name: str, own: dict[str, object]) -> Agent:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from turnwise.agents.roles import TRAINED
 from turnwise.errors import AuditError, FormatError
 from turnwise.inference.ledger import Ledger, LedgerEntry, read_ledger
 from turnwise.rollout.batches import Batches, BatchRow, read_batches, row_digest
@@ -197,6 +198,10 @@ class _Audit:
         if trajectory.error is not None:
             self._say(
                 trajectory, f"was trained (step {rows[0].step}) although it ended in an error: {trajectory.error}"
+            )
+        if trajectory.policy != TRAINED:
+            self._say(
+                trajectory, f"was trained (step {rows[0].step}) although its policy {trajectory.policy!r} is frozen"
             )
         if trajectory.partition != "train":
             self._say(trajectory, f"was trained (step {rows[0].step}) although its partition is {trajectory.partition}")

@@ -5,14 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
-from turnwise.agents.roles import Compare
+from turnwise.agents.roles import TRAINED, Compare
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.errors import ConfigError
+from turnwise.inference.frozen import FrozenConfig
 from turnwise.inference.gateway.addresses import DEFAULT_FORM, check_base, check_template
 from turnwise.tools.config import ToolsConfig
 
+
+def _frozen_name(name: str) -> str:
+    if name == TRAINED:
+        raise ValueError("another name than main, which is the trained policy's")
+    return name
+
+
+PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"), AfterValidator(_frozen_name)]
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
@@ -172,6 +189,8 @@ class RolloutConfig(BaseModel):
         echo: What becomes of an assistant message that comes back rewritten with the ids of its calls: ``same``, it is
             the turn that was sampled; ``strict``, it was edited and begins a branch of its own.
         save_messages: Whether saved trajectories hold their messages (to view them), not only ids.
+        frozen: Policies by name that agents may give sessions besides ``main``. They sample, are recorded and audited,
+            and are never trained.
         group_reward: Rewards trajectories by comparing them with the others of their group.
     """
 
@@ -202,6 +221,7 @@ class RolloutConfig(BaseModel):
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
     save_messages: bool = True
+    frozen: dict[PolicyName, FrozenConfig] = {}
     group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None
 
     @field_validator("address")

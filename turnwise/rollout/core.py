@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from turnwise.errors import InferenceError
 from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.frozen import FrozenPolicy
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -55,6 +56,7 @@ class RolloutParts:
         recover: Awaited after an inference failure, before the episode is tried again. Raises when there is
             nothing left to wait for, which ends the run.
         custom: The free section of the configuration, untouched.
+        frozen: Policies by name that sample and are not trained.
         settings: The same section as the manager's ``custom_model``, where it names one.
     """
 
@@ -64,6 +66,7 @@ class RolloutParts:
     write: Callable[[Trajectory], None] | None = None
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
+    frozen: Mapping[str, FrozenPolicy] = field(default_factory=dict)
     settings: BaseModel | None = None
 
 

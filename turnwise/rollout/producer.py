@@ -81,6 +81,7 @@ class RolloutProducer(RolloutManager):
             guides=info.guides,
             executor=threads,
             write=write,
+            frozen=parts.frozen,
         )
         await runner.prepare()
         return cls(config, runner, buffer, parts, threads, rewarder)

@@ -23,13 +23,14 @@ from turnwise.envs.wrappers import wrap
 from turnwise.errors import AgentError, BudgetSpent, ConfigError, EnvError, TurnwiseError
 from turnwise.inference.canonical import clean
 from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.frozen import FrozenPolicy
 from turnwise.inference.gateway.addresses import AddressForm
 from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.local import LocalGateway
 from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.outcome import session_trajectories
-from turnwise.rollout.sessions import EpisodeSessions
+from turnwise.rollout.sessions import EpisodeSessions, Sampler
 from turnwise.tasks import Task
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.media import check_media
@@ -104,6 +105,7 @@ class EpisodeRunner:
         guides: Whether the server holds completions to grammars, for programs that ask for that.
         executor: Where sync tools and blocking environments run.
         write: Called with every trajectory, failed and cancelled ones included.
+        frozen: Policies by name that sample besides ``main`` and are not trained.
     """
 
     def __init__(
@@ -116,7 +118,9 @@ class EpisodeRunner:
         guides: bool = False,
         executor: Executor | None = None,
         write: Callable[[Trajectory], None] | None = None,
+        frozen: Mapping[str, FrozenPolicy] | None = None,
     ) -> None:
+        self._frozen = {name: Sampler.of(each, config) for name, each in (frozen or {}).items()}
         self._config = config
         self._client = client
         self._renderer = renderer
@@ -167,7 +171,8 @@ class EpisodeRunner:
     async def close(self) -> None:
         """Close the agents, what the configured tools hold, the environment that no episode took, and the gateway."""
         await self._agents.close()
-        await self._gateway.close()
+        for gateway in (self._gateway, *(each.gateway for each in self._frozen.values())):
+            await gateway.close()
         await self._close_spare()
         await self._toolbox.close()
 
@@ -291,7 +296,8 @@ class EpisodeRunner:
 
     def _hold(self, name: str, env: Env) -> None:
         if name not in self._held:
-            check_media(name, env.toolset(), self._renderer.media)
+            for renderer in (self._renderer, *(each.renderer for each in self._frozen.values())):
+                check_media(name, env.toolset(), renderer.media)
             self._held.add(name)
 
     def _sessions(self, spec: EpisodeSpec) -> EpisodeSessions:
@@ -305,6 +311,7 @@ class EpisodeRunner:
             trained=spec.partition == "train",
             context_length=self._context_length,
             gateway=self._gateway,
+            frozen=self._frozen,
         )
 
     def _temperature(self, spec: EpisodeSpec) -> float:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
 from turnwise.agents.core import Episode
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AgentError, TurnwiseError
 from turnwise.inference.core import LLMClient, Renderer
+from turnwise.inference.frozen import FrozenPolicy
 from turnwise.inference.gateway.addresses import Place
 from turnwise.inference.gateway.hosted_client import HostedClient
 from turnwise.inference.gateway.hosted_session import TextSession
@@ -23,6 +26,34 @@ from turnwise.inference.token_session import TokenSession
 from turnwise.rollout.config import RolloutConfig
 from turnwise.seeding import stable_hash
 from turnwise.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Who samples for a policy, and what its sessions are opened with.
+
+    Attributes:
+        client: Who samples.
+        renderer: Messages to ids and back.
+        context_length: Most tokens of prompt and completion together.
+        gateway: Gives its sessions addresses.
+        temperature: Instead of the episode's.
+    """
+
+    client: LLMClient
+    renderer: Renderer
+    context_length: int
+    gateway: LocalGateway
+    temperature: float | None = None
+
+    @classmethod
+    def of(cls, policy: FrozenPolicy, config: RolloutConfig) -> Self:
+        """Return the sampler of a frozen policy."""
+        context = min(policy.info.context_length, config.context_length or policy.info.context_length)
+        client, renderer = policy.client, policy.renderer
+        endpoint = client.endpoint if isinstance(client, HostedClient) else None
+        gateway = LocalGateway(renderer, context_length=context, endpoint=endpoint, guides=policy.info.guides)
+        return cls(client, renderer, context, gateway, policy.temperature)
 
 
 class EpisodeSessions:
@@ -38,6 +69,7 @@ class EpisodeSessions:
         trained: Whether its trajectories are trained: they are then sampled at this temperature only.
         context_length: Most tokens of prompt and completion together.
         gateway: Gives sessions addresses.
+        frozen: Who samples for the policies besides ``main``, by name.
 
     Attributes:
         opened: Session and policy by the session's name, in the order in which they were opened.
@@ -55,12 +87,13 @@ class EpisodeSessions:
         trained: bool,
         context_length: int,
         gateway: LocalGateway,
+        frozen: Mapping[str, Sampler] | None = None,
     ) -> None:
         self.opened: dict[str, tuple[Session, str]] = {}
         self._gateway = gateway
+        self._gateways: dict[str, LocalGateway] = {}
         self._doors: dict[str, Door] = {}
-        self._client = client
-        self._renderer = renderer
+        self._samplers = {TRAINED: Sampler(client, renderer, context_length, gateway), **(frozen or {})}
         self._episode_id = episode_id
         self._rollout_id, _, self._attempt_id = episode_id.rpartition(".")
         self._base: str | None = None
@@ -88,18 +121,25 @@ class EpisodeSessions:
         Raises:
             AgentError: There is no such policy.
         """
-        if policy != TRAINED:
-            raise AgentError(f"session {name!r} is to be sampled by {policy!r}, but there is no such policy: only main")
+        sampler = self._samplers.get(policy)
+        if sampler is None:
+            raise AgentError(
+                f"session {name!r} is to be sampled by the policy {policy!r}, which is not there; there are "
+                f"{', '.join(self._samplers)} (rollout.frozen)"
+            )
+        params = self._params
+        if sampler.temperature is not None:
+            params = replace(params, temperature=sampler.temperature)
         session_id = self._episode_id if name == "main" else f"{self._episode_id}/{name}"
         session = (
-            self._hosted(session_id, self._client)
-            if isinstance(self._client, HostedClient)
+            self._hosted(session_id, sampler.client, params)
+            if isinstance(sampler.client, HostedClient)
             else TokenSession(
-                self._client,
-                self._renderer,
+                sampler.client,
+                sampler.renderer,
                 id=session_id,
-                limits=self._limits,
-                params=self._params,
+                limits=replace(self._limits, context_length=sampler.context_length),
+                params=params,
                 seed=stable_hash("session", self._seed, name),
                 one_temperature=self._trained,
                 reasoning=self._reasoning,
@@ -107,13 +147,14 @@ class EpisodeSessions:
             )
         )
         self.opened[name] = (session, policy)
+        self._gateways[session_id] = sampler.gateway
         return session
 
-    def _hosted(self, session_id: str, client: HostedClient) -> Session:
+    def _hosted(self, session_id: str, client: HostedClient, params: SamplingParams) -> Session:
         limits = self._limits
         return client.open(
             id=session_id,
-            params=self._params,
+            params=params,
             max_turns=limits.max_turns,
             max_tokens_per_turn=limits.max_tokens_per_turn,
             max_total_tokens=limits.max_total_tokens,
@@ -127,11 +168,14 @@ class EpisodeSessions:
             TurnwiseError: As :meth:`LocalGateway.open`.
         """
         if session.id not in self._doors:
-            if not self._doors:
-                self._base = self._gateway.form.take()
+            gateway = self._gateways[session.id]
+            if gateway is self._gateway and self._base is None:
+                self._base = gateway.form.take()
             name = next(name for name, (each, _) in self.opened.items() if each is session)
-            place = Place(self._rollout_id, self._attempt_id, name, self._base)
-            self._doors[session.id] = await self._gateway.open(session, place)
+            # What stands in front of the run's gateway does not lead to that of a frozen policy.
+            base = self._base if gateway is self._gateway else None
+            place = Place(self._rollout_id, self._attempt_id, name, base)
+            self._doors[session.id] = await gateway.open(session, place)
         return self._doors[session.id]
 
     @contextlib.asynccontextmanager
@@ -154,8 +198,8 @@ class EpisodeSessions:
             if failure is not None:
                 raise failure
         finally:
-            for door in self._doors.values():
-                await self._gateway.shut(door)
+            for session_id, door in self._doors.items():
+                await self._gateways[session_id].shut(door)
             self._gateway.form.give_back(self._base)
             self._base = None
 
@@ -174,6 +218,9 @@ def metrics_of(session: Session, episode: Mapping[str, float]) -> dict[str, floa
     """
     if isinstance(session, TextSession):
         episode = {name: value for name, value in episode.items() if name != "temperature"}
+    elif "temperature" in episode:
+        # A frozen policy may have one of its own.
+        episode = {**episode, "temperature": session.params.temperature}
     return {**session.metrics(), **episode}
 
 

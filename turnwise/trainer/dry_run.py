@@ -19,6 +19,7 @@ from turnwise.envs.wrappers import wrap
 from turnwise.errors import CheckpointError, ConfigError, EnvError, TurnwiseError
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
+from turnwise.inference.frozen import load_renderers
 from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.managers import check_manager
@@ -87,6 +88,8 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     await checker.run("model", checker.model())
     await checker.run("devices", checker.devices())
     await checker.run("chat format", checker.chat_format())
+    if config.rollout.frozen:
+        await checker.run("frozen policies", checker.frozen())
     await checker.run("tasks", checker.tasks())
     if config.eval is not None:
         await checker.run("held-out tasks", checker.eval_tasks())
@@ -171,6 +174,11 @@ class _Checker:
             raise _Wanting("wants a model")
         self._renderer = self._config.renderer.load(self._config.policy.model.path)
         return str(self._renderer.describe()["format"])
+
+    async def frozen(self) -> str:
+        """Read their tokenizers; whether endpoints answer is known when the run starts."""
+        found = load_renderers(self._config.rollout.frozen, self._config.policy.model.path)
+        return ", ".join(f"{name} ({renderer.describe()['format']})" for name, renderer in found.items())
 
     async def tasks(self) -> str:
         config = self._config

@@ -25,7 +25,8 @@ from turnwise.evaluation.result import EvalResult
 from turnwise.evaluation.runner import evaluate, load_eval_tasks
 from turnwise.inference.core import Renderer
 from turnwise.inference.fleet import Fleet
-from turnwise.inference.ledger import LedgerClient
+from turnwise.inference.frozen import FrozenPolicies, load_renderers, open_frozen
+from turnwise.inference.ledger import Book, LedgerClient
 from turnwise.inference.renderer import save_format
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts
@@ -217,6 +218,7 @@ class _Start:
     tasks: TaskStream
     eval_tasks: list[Task]
     learner: Learner
+    frozen: dict[str, Renderer]
 
 
 async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> _Start:
@@ -234,6 +236,7 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
     policy = config.policy
     renderer = config.renderer.load(policy.model.path)
     console.print(f"chat format: {renderer.describe()['format']} ({renderer.describe()['proof']})", highlight=False)
+    frozen = load_renderers(config.rollout.frozen, Path(policy.model.path))
     tasks, reports = await open_tasks(config, renderer, state)
     eval_tasks: list[Task] = []
     if config.eval is not None:
@@ -246,7 +249,7 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
         learner.load(latest)
         restore_rng(state.rng)
         console.print(f"resuming {home.path} at step {state.step}", highlight=False)
-    return _Start(store, state, renderer, tasks, eval_tasks, learner)
+    return _Start(store, state, renderer, tasks, eval_tasks, learner, frozen)
 
 
 async def _assemble(
@@ -267,7 +270,12 @@ async def _assemble(
     stack.callback(metrics.close)
     writer = SharedMemoryWriter()
     stack.callback(writer.close)
-    fleet, client = await _launch(config, directory, stack)
+    fleet, client, frozen = await _launch(config, directory, start.frozen, stack)
+
+    async def recover(error: InferenceError) -> None:
+        await fleet.recover(error)
+        await frozen.recover(error)
+
     buffer = LocalReplayBuffer(order="id")
     run: TrainRun
 
@@ -281,7 +289,8 @@ async def _assemble(
         run_seed=config.seed,
         run_part=str(part),
         write=write,
-        recover=fleet.recover,
+        recover=recover,
+        frozen=frozen.policies,
         custom=config.custom,
     )
     manager = await create_manager(config.rollout, client, buffer, parts)
@@ -310,14 +319,20 @@ async def _assemble(
     return run
 
 
-async def _launch(config: TrainConfig, directory: Path, stack: contextlib.AsyncExitStack) -> tuple[Fleet, LedgerClient]:
-    """Start the servers; every request to them is written down."""
-    fleet = Fleet(config.inference, Path(config.policy.model.path), logs=directory / "logs")
+async def _launch(
+    config: TrainConfig, directory: Path, renderers: Mapping[str, Renderer], stack: contextlib.AsyncExitStack
+) -> tuple[Fleet, LedgerClient, FrozenPolicies]:
+    """Start the servers, those of frozen policies included; every request to them is written down."""
+    model, logs = Path(config.policy.model.path), directory / "logs"
+    fleet = Fleet(config.inference, model, logs=logs)
     stack.push_async_callback(fleet.close)
     await fleet.launch()
-    client = LedgerClient(fleet.client, directory / "ledger.jsonl")
+    book = Book(directory / "ledger.jsonl")
+    stack.callback(book.close)
+    frozen = await open_frozen(config.rollout.frozen, renderers, stack, start=model, logs=logs, book=book)
+    client = LedgerClient(fleet.client, book)
     stack.push_async_callback(client.close)
-    return fleet, client
+    return fleet, client, frozen
 
 
 def _save_unsaved(run: TrainRun) -> None:

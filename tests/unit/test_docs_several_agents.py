@@ -1,0 +1,51 @@
+"""docs/several-agents.md: its environment plays as it stands there, and its keys are those of the configuration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from support.toy_renderer import ToyRenderer
+from turnwise.agents.roles import Compare
+from turnwise.envs.registration import register
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.tasks import Task
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "several-agents.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("answer", "turns", "rewards"),
+    [("yes", 4, {"seller": 7.0, "buyer": 2.0}), ("no", 4, {"seller": 0.0, "buyer": 0.0}), ("yes", 0, None)],
+)
+async def test_the_environment_that_is_described(answer: str, turns: int, rewards: dict | None) -> None:
+    names: dict = {"__name__": "docs_several_agents"}
+    [block] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    exec(compile(block, "docs/several-agents.md", "exec"), names)
+    register(f"test-haggle-{answer}-{turns}", names["Haggle"])
+    renderer = ToyRenderer()
+    client = ScriptedClient(renderer, lambda request: "7" if request.session_id.endswith("seller") else answer)
+    settings = {"env": {"name": f"test-haggle-{answer}-{turns}"}, "agent": {"name": "turns"}}
+    config = RolloutConfig.model_validate({**settings, "max_tokens_per_turn": None if turns else 1})
+    runner = EpisodeRunner(config, client, renderer, context_length=5000)
+    outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))
+    await runner.close()
+    assert outcome.error is None
+    found = {each.agent: each.reward for each in outcome.trajectories}
+    assert found == (rewards or {"seller": 0.0, "buyer": 0.0})
+
+
+def test_what_the_table_and_the_section_name_is_there() -> None:
+    table = TEXT.partition("| `rollout.compare` |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(Compare))
+    [block] = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    section = yaml.safe_load(block)["rollout"]
+    config = RolloutConfig.model_validate({"env": {"name": "nim"}, **section})
+    assert set(config.frozen) == {"past", "judge", "far", "hosted"}
