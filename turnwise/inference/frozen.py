@@ -90,6 +90,21 @@ class FrozenConfig(BaseModel):
             raise ConfigError(f"{where}.model is {found}: {what}: name the directory of a Hugging Face model")
         return found
 
+    def load(self, name: str, start: Path | None) -> Renderer:
+        """Return the policy's renderer. Arguments as of :meth:`directory`.
+
+        Raises:
+            ConfigError: Its model is not there, tokenizer or template cannot be used, or its key is not set.
+        """
+        if self.hosted is not None:
+            self.hosted.key()
+            return TextRenderer()
+        directory = self.directory(name, start)
+        try:
+            return self.renderer.load(directory)
+        except (ConfigError, RenderError) as error:
+            raise ConfigError(f"rollout.frozen.{name}: no chat format in {directory}: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class FrozenPolicy:
@@ -118,18 +133,7 @@ def load_renderers(frozen: Mapping[str, FrozenConfig], start: Path | None) -> di
     Raises:
         ConfigError: A model is not there, its tokenizer or template cannot be used, or a key is not set.
     """
-    found: dict[str, Renderer] = {}
-    for name, config in frozen.items():
-        if config.hosted is not None:
-            config.hosted.key()
-            found[name] = TextRenderer()
-            continue
-        directory = config.directory(name, start)
-        try:
-            found[name] = config.renderer.load(directory)
-        except (ConfigError, RenderError) as error:
-            raise ConfigError(f"rollout.frozen.{name}: no chat format in {directory}: {error}") from error
-    return found
+    return {name: config.load(name, start) for name, config in frozen.items()}
 
 
 class FrozenPolicies:

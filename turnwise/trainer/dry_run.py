@@ -88,8 +88,6 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     await checker.run("model", checker.model())
     await checker.run("devices", checker.devices())
     await checker.run("chat format", checker.chat_format())
-    if config.rollout.frozen:
-        await checker.run("frozen policies", checker.frozen())
     await checker.run("tasks", checker.tasks())
     if config.eval is not None:
         await checker.run("held-out tasks", checker.eval_tasks())
@@ -172,13 +170,12 @@ class _Checker:
     async def chat_format(self) -> str:
         if not self._has_model:
             raise _Wanting("wants a model")
-        self._renderer = self._config.renderer.load(self._config.policy.model.path)
-        return str(self._renderer.describe()["format"])
-
-    async def frozen(self) -> str:
-        """Read their tokenizers; whether endpoints answer is known when the run starts."""
-        found = load_renderers(self._config.rollout.frozen, self._config.policy.model.path)
-        return ", ".join(f"{name} ({renderer.describe()['format']})" for name, renderer in found.items())
+        path = self._config.policy.model.path
+        self._renderer = self._config.renderer.load(path)
+        # Whether the endpoints of frozen policies answer is known when the run starts.
+        frozen = load_renderers(self._config.rollout.frozen, path)
+        others = [f"{renderer.describe()['format']} of {name}" for name, renderer in frozen.items()]
+        return ", ".join([str(self._renderer.describe()["format"]), *others])
 
     async def tasks(self) -> str:
         config = self._config

@@ -270,12 +270,7 @@ async def _assemble(
     stack.callback(metrics.close)
     writer = SharedMemoryWriter()
     stack.callback(writer.close)
-    fleet, client, frozen = await _launch(config, directory, start.frozen, stack)
-
-    async def recover(error: InferenceError) -> None:
-        await fleet.recover(error)
-        await frozen.recover(error)
-
+    servers = await _launch(config, directory, start.frozen, stack)
     buffer = LocalReplayBuffer(order="id")
     run: TrainRun
 
@@ -289,11 +284,11 @@ async def _assemble(
         run_seed=config.seed,
         run_part=str(part),
         write=write,
-        recover=recover,
-        frozen=frozen.policies,
+        recover=servers.recover,
+        frozen=servers.frozen.policies,
         custom=config.custom,
     )
-    manager = await create_manager(config.rollout, client, buffer, parts)
+    manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)
     display = stack.enter_context(
         LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=state.step)
@@ -305,7 +300,7 @@ async def _assemble(
         renderer=start.renderer,
         tasks=start.tasks,
         eval_tasks=start.eval_tasks,
-        fleet=fleet,
+        fleet=servers.fleet,
         buffer=buffer,
         manager=manager,
         writer=writer,
@@ -319,9 +314,23 @@ async def _assemble(
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class _Servers:
+    """Who samples."""
+
+    fleet: Fleet
+    client: LedgerClient
+    frozen: FrozenPolicies
+
+    async def recover(self, error: InferenceError) -> None:
+        """Wait until all servers run, after a request failed."""
+        await self.fleet.recover(error)
+        await self.frozen.recover(error)
+
+
 async def _launch(
     config: TrainConfig, directory: Path, renderers: Mapping[str, Renderer], stack: contextlib.AsyncExitStack
-) -> tuple[Fleet, LedgerClient, FrozenPolicies]:
+) -> _Servers:
     """Start the servers, those of frozen policies included; every request to them is written down."""
     model, logs = Path(config.policy.model.path), directory / "logs"
     fleet = Fleet(config.inference, model, logs=logs)
@@ -332,7 +341,7 @@ async def _launch(
     frozen = await open_frozen(config.rollout.frozen, renderers, stack, start=model, logs=logs, book=book)
     client = LedgerClient(fleet.client, book)
     stack.push_async_callback(client.close)
-    return fleet, client, frozen
+    return _Servers(fleet, client, frozen)
 
 
 def _save_unsaved(run: TrainRun) -> None:

@@ -9,7 +9,7 @@ from support.toy_renderer import ToyRenderer
 from turnwise.agents import make_agent
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import register
-from turnwise.errors import AgentError, EnvError, InferenceError
+from turnwise.errors import AgentError, ConfigError, EnvError, InferenceError
 from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -148,8 +148,8 @@ async def test_what_an_environment_gets_wrong_is_named(broken: str, words: str) 
 
 async def test_an_unknown_policy_is_named_with_those_that_there_are() -> None:
     outcome, _ = await run(agent={"policies": {"solver": "older"}})
-    assert isinstance(outcome.error, AgentError)
-    assert "'older'" in str(outcome.error)
+    assert isinstance(outcome.error, ConfigError)
+    assert "names the policy 'older', which is not there: name one of main" in str(outcome.error)
 
 
 @pytest.mark.parametrize(
