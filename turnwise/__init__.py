@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnwise.agents import Agent, Episode, ReActAgent, SingleTurnAgent, TurnsAgent, make_agent, register_agent
+    from turnwise.agents.blackbox import BlackBoxAgent
     from turnwise.agents.langgraph import ChatTurnwise, LangGraphAgent
     from turnwise.cli.env_file import main
     from turnwise.config import dump_config, load_config
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "TurnsAgent", "make_agent", "register_agent"),
+    "agents.blackbox": ("BlackBoxAgent",),
     "agents.langgraph": ("ChatTurnwise", "LangGraphAgent"),
     "cli.env_file": ("main",),
     "config": ("dump_config", "load_config"),
@@ -78,6 +80,7 @@ __all__ = [
     "Agent",
     "AgentError",
     "BaseTool",
+    "BlackBoxAgent",
     "BudgetSpent",
     "ChatTurnwise",
     "Completion",
