@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from support.chat_models import renderer_for
 from support.toy_renderer import ToyRenderer
 from turnwise.envs.core import Env, StepResult
 from turnwise.envs.tool_env import ToolEnv
@@ -78,15 +79,17 @@ async def play(
     *,
     env: str = WORLD,
     limits: dict[str, Any] | None = None,
+    family: str | None = None,
     **config: Any,
 ) -> tuple[Trajectory, EpisodeOutcome]:
-    """Run one episode with a scripted model. ``config`` is the agent's."""
+    """Run one episode with a scripted model, a toy or one of a family. ``config`` is the agent's."""
     LOG.clear()
-    renderer = ToyRenderer()
+    renderer: Any = ToyRenderer() if family is None else renderer_for(family)
     settings = RolloutConfig.model_validate(
         {"env": {"name": env}, "agent": {"name": "langgraph", "config": {"graph": graph, **config}}, **(limits or {})}
     )
-    runner = EpisodeRunner(settings, ScriptedClient(renderer, script), renderer, context_length=20_000)
+    client = ScriptedClient(renderer, script, guides=family is not None)
+    runner = EpisodeRunner(settings, client, renderer, context_length=20_000)
     outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))
     await runner.close()
     return outcome.trajectories[0], outcome

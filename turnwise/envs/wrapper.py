@@ -180,7 +180,6 @@ class _ToolFace(ToolEnv):
         return self.env.invalid_in_a_row
 
 
-@functools.cache
 async def ask(env: Env, method: str, *args: Any, executor: Executor | None = None) -> Any:
     """Call a method that the author of an environment gave it, whatever is wrapped around it.
 
@@ -203,6 +202,7 @@ async def ask(env: Env, method: str, *args: Any, executor: Executor | None = Non
     return await invoke(inner, method, *args, executor=executor)
 
 
+@functools.cache
 def _around_tools(cls: Any) -> Any:
     """Return the subclass of a wrapper that is a ToolEnv as well."""
     if issubclass(cls, ToolEnv):

@@ -219,7 +219,7 @@ class _Play:
         """Return what the graph puts out, None where that ended the episode."""
         while True:
             output = await self._graph.ainvoke(state, self._config, **self._given)
-            waiting = await self._waiting(output)
+            waiting = _waiting(output)
             if not waiting:
                 return output
             if self._interrupts is None:
@@ -232,11 +232,6 @@ class _Play:
                 if self._run.ended:
                     return None
             state = Command(resume=answers)
-
-    async def _waiting(self, output: Any) -> Sequence[Interrupt]:
-        """Return the interrupts that a run ended with."""
-        found = output.get(INTERRUPTS) if isinstance(output, Mapping) else None
-        return list(found or ())
 
     async def _answer(self, value: Any) -> Any:
         if self._interrupts != "step":
@@ -251,6 +246,12 @@ class _Play:
         """Drop what the graph kept of this episode."""
         if self._saver is not None:
             await self._saver.adelete_thread(self._config["configurable"]["thread_id"])
+
+
+def _waiting(output: Any) -> Sequence[Interrupt]:
+    """Return the interrupts that a run ended with."""
+    found = output.get(INTERRUPTS) if isinstance(output, Mapping) else None
+    return list(found or ())
 
 
 def _final(answer: BaseMessage | str, run: GraphRun) -> Message | None:
