@@ -15,7 +15,8 @@ from turnwise.config import ConfigReference
 from turnwise.errors import RegistryError
 from turnwise.trainer.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGE_DATA, advantage_fn
 from turnwise.trainer.aggregation import LossAggregation
-from turnwise.trainer.losses import LOSS_ARGUMENTS, LOSS_DATA, SELECT_ARGUMENTS, SELECT_DATA, find_loss
+from turnwise.trainer.correction import CorrectionConfig
+from turnwise.trainer.losses import LOSS_ARGUMENTS, LOSS_DATA, LOSSES, SELECT_ARGUMENTS, SELECT_DATA, find_loss
 from turnwise.trainer.registry import Chosen, bind
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
@@ -94,6 +95,7 @@ class AlgorithmConfig(BaseModel):
         minibatches: Optimizer steps per epoch.
         old_logprobs: What the ratio is taken against: ``rollout`` (what the server reported when it sampled) or
             ``recompute`` (the trainer's own forward before the first update).
+        correction: For the gap between trainer and rollout (``trainer/correction.py``); None corrects nothing.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -115,6 +117,7 @@ class AlgorithmConfig(BaseModel):
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    correction: CorrectionConfig | None = None
 
     @field_validator("advantage")
     @classmethod
@@ -151,6 +154,12 @@ class AlgorithmConfig(BaseModel):
             self.chosen_selection()
         except RegistryError as error:
             raise ValueError(str(error)) from error
+        weighed = self.correction is not None and self.correction.weights != "none"
+        if weighed and self.old_logprobs == "rollout" and self.loss in LOSSES and LOSSES[self.loss].uses_ratio:
+            raise ValueError(
+                f"algorithm.correction weighs by what the ratio of {self.loss} to the rollout says already: set "
+                "algorithm.old_logprobs to recompute (three policies), or correction.weights to none (rejection only)"
+            )
         if self.advantage == "gpg" and self.drop_zero_variance:
             raise ValueError(
                 "algorithm.advantage gpg makes up for groups that teach nothing itself: set "

@@ -60,6 +60,15 @@ METRICS: dict[str, str] = {
     "gap/mean": "mean |trainer - rollout| of the log-probabilities before the first update of the step",
     "gap/max": "largest |trainer - rollout| of these",
     "gap/kl": "k3 estimate of KL(rollout || trainer) from the same tokens",
+    "correction/kl": "mean of log p_rollout - log p_trainer on the tokens of the step, before anything is corrected",
+    "correction/kl_k3": "k3 estimate of the same divergence",
+    "correction/ess": "effective sample size of untruncated importance weights, as a share: 1 where all are equal",
+    "correction/chi2": "mean squared importance weight less 1",
+    "correction/ppl_gap": "log perplexity of the trainer less that of the server, mean over rows",
+    "correction/weight": "mean importance weight after truncation or masking",
+    "correction/weight_max": "largest of them",
+    "correction/zero_weights": "share of tokens that masking gave weight 0",
+    "correction/rejected": "share of tokens that were rejected",
     "time/*": "seconds of a part of the step, or tokens per second",
 }
 """Name (``*`` stands for any ending) and meaning of what the trainer logs."""

@@ -7,6 +7,7 @@ making rows (``experience.py``), waiting for groups, logging and weight sync (th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from turnwise.seeding import stable_hash
 from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig
+from turnwise.trainer.correction import correct
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.metrics import update_metrics
 from turnwise.trainer.objectives import PolicyObjective
@@ -43,7 +45,8 @@ def update_policy(
     """
     objective = PolicyObjective.of(algorithm)
     select = algorithm.chosen_selection()
-    old = _old_logprobs(learner, rows, algorithm, batch.max_tokens_per_micro_batch)
+    prepared = _prepare(learner, rows, algorithm, batch.max_tokens_per_micro_batch)
+    rows, old = prepared.rows, prepared.old
     updates: list[tuple[Stats, StepResult]] = []
     for epoch in range(algorithm.epochs):
         parts = minibatches(rows, algorithm.minibatches, stable_hash("minibatches", seed, epoch))
@@ -64,19 +67,35 @@ def update_policy(
                     micro.selected = torch.cat([selected[key] for key in keys])
             stats = learner.forward_backward(batches, objective, normalizer)
             updates.append((stats, learner.optim_step()))
-    return update_metrics(updates)
+    return update_metrics(updates) | prepared.metrics
 
 
-def _old_logprobs(
-    learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, budget: int
-) -> Mapping[RowKey, Tensor] | None:
-    """Return what the ratio is taken against, by row; None where that is the forward pass of the one update itself."""
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is known before the first update: rows, what the ratio is taken against (by row), and what was measured."""
+
+    rows: Sequence[TrainRow]
+    old: Mapping[RowKey, Tensor] | None
+    metrics: dict[str, float]
+
+
+def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, budget: int) -> _Prepared:
+    """Correct the rows, and find the old policy's log-probabilities.
+
+    They are None where they are those of the forward pass of the one update itself: the ratio is then 1.
+    """
+    several = algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None
+    own: Mapping[RowKey, Tensor] | None = None
+    if algorithm.correction is not None or (several and algorithm.old_logprobs == "recompute"):
+        own = recompute_logprobs(learner, rows, budget)
+    metrics: dict[str, float] = {}
+    if algorithm.correction is not None and own is not None:
+        corrected = correct(rows, own, algorithm.correction)
+        own = {key: logprobs[corrected.kept[key]] for key, logprobs in own.items()}
+        rows, metrics = corrected.rows, corrected.metrics
     if algorithm.old_logprobs == "rollout":
-        return {_key(row): torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
-    # With one update the policy's own forward pass is the old policy: its ratio is 1 without recomputing anything.
-    if algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None:
-        return recompute_logprobs(learner, rows, budget)
-    return None
+        own = {_key(row): torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
+    return _Prepared(rows, own, metrics)
 
 
 def select_tokens(

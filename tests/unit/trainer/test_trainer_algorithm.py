@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from turnwise.trainer.aggregation import weigh
+from turnwise.trainer.advantages import ADVANTAGES
+from turnwise.trainer.aggregation import LossAggregation, weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.learner import Learner, StepResult
@@ -27,6 +29,12 @@ def test_the_default_is_ppo_with_the_defaults_of_its_function() -> None:
     chosen = config.chosen_loss()
     assert (chosen.name, chosen.options, config.aggregation) == ("ppo_clip", {}, "token_mean")
     assert chosen.function is LOSSES["ppo_clip"].function
+
+
+def test_the_page_names_every_algorithm() -> None:
+    page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
+    named = (*LOSSES, *ADVANTAGES, *get_args(LossAggregation))
+    assert [name for name in named if f"`{name}`" not in page] == []
 
 
 def test_options_reach_the_function_and_the_loss_brings_its_aggregation() -> None:

@@ -1,0 +1,242 @@
+"""Correction for the gap between trainer and rollout: weights, rejection and metrics by hand; what an update gets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.correction import (
+    CorrectionConfig,
+    correct,
+    gap_metrics,
+    importance_weights,
+    numbered,
+    reduced,
+    rejected,
+)
+from turnwise.trainer.learner import Learner, StepResult
+from turnwise.trainer.metrics import meaning
+from turnwise.trainer.packing import MicroBatch, TrainRow
+from turnwise.trainer.update import update_policy
+
+Row = Callable[..., TrainRow]
+Models = Callable[..., Path]
+LN2 = math.log(2.0)
+
+# d = trainer - rollout: ln 2, -ln 2, ln 4. Ratios 2, 1/2, 4.
+ROLLOUT = torch.tensor([-2.0, -1.0, -3.0])
+TRAINER = ROLLOUT + torch.tensor([LN2, -LN2, 2 * LN2])
+TOKENS, SPANS = torch.arange(3), torch.tensor([0, 0, 1])
+
+
+def test_weights_by_hand() -> None:
+    def weights(spans: torch.Tensor, **bounds: float) -> list[float]:
+        return importance_weights(TRAINER, ROLLOUT, spans, **bounds).tolist()  # type: ignore[arg-type]
+
+    assert weights(TOKENS, high=3.0) == pytest.approx([2.0, 0.5, 3.0])
+    assert weights(TOKENS, high=3.0, low=0.6) == pytest.approx([2.0, 0.0, 0.0])
+    # A span's ratio is the product of its tokens': 1, and 4.
+    assert weights(SPANS, high=3.0) == pytest.approx([1.0, 1.0, 3.0])
+    assert weights(SPANS, high=5.0, low=0.5) == pytest.approx([1.0, 1.0, 4.0])
+    far = importance_weights(torch.tensor([0.0, -300.0]), torch.tensor([-300.0, 0.0]), torch.arange(2), high=1e9)
+    assert far.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-5)
+
+
+def test_rejection_by_hand() -> None:
+    def gone(statistic: str, spans: torch.Tensor, high: float, reduction: str = "mean", low: float | None = None):
+        return rejected(
+            TRAINER,
+            ROLLOUT,
+            spans,
+            statistic=statistic,
+            reduction=reduction,
+            high=high,
+            low=low,  # type: ignore[arg-type]
+        ).tolist()
+
+    # k1: ratios 2, 1/2, 4; of spans the geometric means 1 and 4; the lower bound is 1 / high unless said.
+    assert gone("k1", TOKENS, 3.0) == [False, False, True]
+    assert gone("k1", TOKENS, 1.9) == [True, True, True]
+    assert gone("k1", TOKENS, 2.1, low=0.6) == [False, True, True]
+    assert gone("k1", SPANS, 3.0) == [False, False, True]
+    # k2: ln2^2 / 2 = 0.2402, 0.2402, 0.9609; mean of the first span 0.2402, sum 0.4805.
+    assert gone("k2", SPANS, 0.25) == [False, False, True]
+    assert gone("k2", SPANS, 0.25, "sum") == [True, True, True]
+    # k3: 2 - 1 - ln2 = 0.3069, 0.5 - 1 + ln2 = 0.1931, 4 - 1 - ln4 = 1.6137; mean 0.25, maximum 0.3069.
+    assert gone("k3", SPANS, 0.2501) == [False, False, True]
+    assert gone("k3", SPANS, 0.2501, "max") == [True, True, True]
+    assert gone("k3", TOKENS, 0.3) == [True, False, True]
+
+
+def test_metrics_by_hand() -> None:
+    # First two tokens: d sums to 0; k3 (0.3069 + 0.1931) / 2; weights 2 and 1/2: 2.5^2 / (2 * 4.25) and 4.25 / 2 - 1.
+    found = gap_metrics(TRAINER[:2], ROLLOUT[:2], torch.zeros(2, dtype=torch.int64))
+    assert found == pytest.approx(
+        {"kl": 0.0, "kl_k3": 0.25, "ess": 6.25 / 8.5, "chi2": 1.125, "ppl_gap": 0.0}, abs=1e-6
+    )
+    # Of sequences: means of -d are 0 and -2 ln 2.
+    assert gap_metrics(TRAINER, ROLLOUT, SPANS)["ppl_gap"] == pytest.approx(-LN2)
+    assert gap_metrics(TRAINER, ROLLOUT, SPANS)["kl"] == pytest.approx(-2 * LN2 / 3)
+    assert gap_metrics(TRAINER[:0], ROLLOUT[:0], SPANS[:0]) == {}
+    assert reduced(TRAINER[:0], SPANS[:0], "mean").shape == (0,)
+
+
+@pytest.fixture
+def rows(row: Row) -> list[TrainRow]:
+    """Trajectory a has two rows; c trains nothing."""
+    given = [
+        row(6, 2, seed=1, name="a"),
+        row(7, 3, seed=2, name="a", leaf=1),
+        row(5, 2, seed=3, name="b", advantage=-1.0),
+    ]
+    return [*given, row(4, 0, name="c")]
+
+
+def scores(rows: list[TrainRow], shifts: list[list[float]]) -> dict[tuple[str, int], torch.Tensor]:
+    """The trainer's log-probabilities: the rollout's and something."""
+    return {
+        (each.sample.trajectory_id, each.sample.leaf): torch.from_numpy(
+            each.sample.rollout_logprobs[each.sample.loss_mask]
+        )
+        + torch.tensor(shift)
+        for each, shift in zip(rows, shifts, strict=False)
+    }
+
+
+def test_levels_number_tokens_turns_rows_and_trajectories(rows: list[TrainRow]) -> None:
+    rows = rows[:3]
+    rows[1].sample.turn_ids[-1] = 5
+    assert numbered(rows, "token").tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert numbered(rows, "turn").tolist() == [0, 0, 1, 1, 2, 3, 3]
+    assert numbered(rows, "sequence").tolist() == [0, 0, 1, 1, 1, 2, 2]
+    assert numbered(rows, "trajectory").tolist() == [0, 0, 0, 0, 0, 1, 1]
+
+
+def test_rows_are_weighed_and_cut(rows: list[TrainRow]) -> None:
+    # Ratios: a 2, 1 | 1, 1, 4; b 1/8, 1.
+    told = scores(rows, [[LN2, 0.0], [0.0, 0.0, 2 * LN2], [-3 * LN2, 0.0]])
+    config = CorrectionConfig.model_validate(
+        {"high": 3.0, "reject": [{"statistic": "k1", "high": 5.0, "level": "token"}]}
+    )
+    found = correct(rows, told, config)
+    [first, second, third, empty] = found.rows
+    assert np.asarray(first.importance)[first.sample.loss_mask].tolist() == pytest.approx([2.0, 1.0])
+    assert np.asarray(second.importance)[second.sample.loss_mask].tolist() == pytest.approx([1.0, 1.0, 3.0])
+    # 1/8 is below 1/5: the first token of b is out, in its mask and in nothing else.
+    assert third.sample.trained_tokens == 1
+    assert found.kept["b", 0].tolist() == [False, True]
+    assert rows[2].sample.trained_tokens == 2
+    assert empty is rows[3]
+    assert found.metrics["correction/rejected"] == pytest.approx(1 / 7)
+    assert found.metrics["correction/weight_max"] == pytest.approx(3.0)
+    assert [name for name in found.metrics if meaning(name) is None] == []
+    # A trajectory is one: 2 * 4 = 8 over both of its rows, above 5; b with 1/8 goes, too.
+    whole = correct(rows, told, CorrectionConfig.model_validate(
+        {"weights": "none", "reject": [{"statistic": "k1", "high": 5.0, "reduction": "sum", "level": "trajectory"}]}
+    ))  # fmt: skip
+    assert [each.sample.trained_tokens for each in whole.rows] == [0, 0, 0, 0]
+
+
+def test_normalized_weights_have_mean_one(rows: list[TrainRow]) -> None:
+    told = scores(rows, [[LN2, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0]])
+    found = correct(rows, told, CorrectionConfig(normalize=True))
+    # 2 and six times 1: the mean is 8/7.
+    assert np.asarray(found.rows[0].importance)[found.rows[0].sample.loss_mask].tolist() == pytest.approx(
+        [14 / 8, 7 / 8]
+    )
+
+
+class Watched:
+    """A learner that notes batches and keeps gradients instead of taking a step."""
+
+    def __init__(self, path: Path) -> None:
+        config = PolicyConfig(model=ModelConfig(path=path, device="cpu"), optim=OptimConfig())
+        self.learner = Learner.create(config, 10)
+        self.steps: list[tuple[list[MicroBatch], float]] = []
+        self.gradients: list[torch.Tensor] = []
+        self.logprobs = self.learner.logprobs
+
+    def forward_backward(self, batches, objective, normalizer):
+        self.steps.append((list(batches), normalizer))
+        return self.learner.forward_backward(batches, objective, normalizer)
+
+    def optim_step(self) -> StepResult:
+        found = [p.grad.flatten() for p in self.learner.policy.model.parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(found) if found else torch.zeros(0))
+        self.learner.policy.model.zero_grad()
+        return StepResult(0.0, {})
+
+
+def update(
+    path: Path, rows: list[TrainRow], budget: int = 100, **algorithm: object
+) -> tuple[Watched, dict[str, float]]:
+    watched = Watched(path)
+    config = AlgorithmConfig.model_validate(algorithm)
+    metrics = update_policy(watched, rows, config, BatchConfig(max_tokens_per_micro_batch=budget), seed=0)  # type: ignore[arg-type]
+    return watched, metrics
+
+
+def test_three_policies(model_dir: Models, rows: list[TrainRow]) -> None:
+    """Decoupled: the ratio is against the trainer's own forward, the weight says how far that is from the rollout."""
+    given = {"old_logprobs": "recompute", "correction": {"high": 1.5}}
+    watched, metrics = update(model_dir(), rows, **given)
+    [([batch], normalizer)] = watched.steps
+    assert normalizer == 7.0
+    assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert batch.old_logprobs is not None
+    ratio = (batch.old_logprobs - batch.at_targets(batch.rollout_logprobs)).exp().clamp(max=1.5)
+    torch.testing.assert_close(batch.at_targets(batch.weights), ratio)
+    assert metrics["correction/weight"] == pytest.approx(ratio.mean().item(), rel=1e-5)
+    split, _ = update(model_dir(), rows, budget=1, **given)
+    torch.testing.assert_close(split.gradients[0], watched.gradients[0], atol=1e-6, rtol=1e-5)
+
+
+def test_bypass_rejects_what_is_too_far_from_the_rollout(model_dir: Models, rows: list[TrainRow]) -> None:
+    reject = {"statistic": "k1", "level": "token", "high": 2.0}
+    watched, metrics = update(model_dir(), rows, correction={"weights": "none", "reject": [reject]})
+    [(batches, normalizer)] = watched.steps
+    kept = sum(batch.trained_tokens for batch in batches)
+    # What is out is in no denominator; the ratio is still against what the server reported.
+    assert normalizer == max(1, kept)
+    assert metrics["correction/rejected"] == pytest.approx(1 - kept / 7)
+    assert 0 < kept < 7
+    for batch in batches:
+        assert batch.old_logprobs is not None
+        assert torch.equal(batch.old_logprobs, batch.at_targets(batch.rollout_logprobs))
+    nothing, metrics = update(
+        model_dir(), rows, correction={"weights": "none", "reject": [reject | {"high": 1.000001}]}
+    )
+    assert metrics["correction/rejected"] == 1.0
+    assert nothing.gradients[0].numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"correction": {}}, "set algorithm.old_logprobs to recompute"),
+        ({"loss": "gpg", "correction": {"weights": "none"}}, "nothing is corrected; leave algorithm.correction out"),
+        ({"loss": "gpg", "correction": {"low": 0.5}}, "only weights: mask has a lower bound"),
+        ({"loss": "gpg", "correction": {"weights": "mask", "low": 3.0}}, "weights from 3 to 2 keep nothing"),
+        (
+            {"loss": "gpg", "correction": {"reject": [{"statistic": "k3", "high": 1.0, "low": 0.1}]}},
+            "only k1 has a lower bound",
+        ),
+        (
+            {"loss": "gpg", "correction": {"reject": [{"statistic": "k1", "high": 0.5}]}},
+            "ratios from 2 to 0.5 keep nothing",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_before_work_starts(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        AlgorithmConfig.model_validate(given)
+    assert AlgorithmConfig.model_validate({"loss": "gpg", "correction": {}}).correction is not None
