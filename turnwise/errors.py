@@ -57,6 +57,12 @@ class AgentError(TurnwiseError):
     """An agent raised, or broke its contract."""
 
 
+class RunnerLost(AgentError):
+    """The process that played an episode for a run is gone, or the run is gone from it. The episode is played anew."""
+
+    retryable = True
+
+
 class RenderError(TurnwiseError):
     """A chat template cannot render these messages, or no chat format could be decided."""
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from turnwise import __version__
-from turnwise.cli import audit, check_env, evaluate, gateway, mcp, serve, sft, train, view
+from turnwise.cli import audit, check_env, evaluate, gateway, mcp, runner, serve, sft, train, view
 from turnwise.errors import TurnwiseError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("sft")(sft.command)
 app.command("eval")(evaluate.command)
 app.command("serve")(serve.command)
 app.command("gateway")(gateway.command)
+app.command("runner")(runner.command)
 app.command("view")(view.command)
 app.command("audit")(audit.command)
 app.command("check-env")(check_env.command)

@@ -126,7 +126,14 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
             if trajectory.error is not None:
                 errors.append(trajectory.error)
 
-        parts = RolloutParts(renderer, write=write, recover=recover, frozen=frozen.policies, custom=config.custom)
+        parts = RolloutParts(
+            renderer,
+            write=write,
+            recover=recover,
+            frozen=frozen.policies,
+            custom=config.custom,
+            notify=console.print,
+        )
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
         result = await _watched(producer, config, loaded.tasks, console)

@@ -145,6 +145,23 @@ class AddressConfig(BaseModel):
         return urls
 
 
+class RemoteConfig(BaseModel):
+    """Episodes are played by ``turnwise runner`` processes, which connect to the port of ``rollout.gateway``.
+
+    Attributes:
+        key_file: The key that lets runners in; made where there is none. Only its owner may read it.
+        lost_after: Seconds without a sign of life after which a runner is given up. A connection that closes is
+            noticed at once.
+        reissues: How often an episode is played anew because its runner was lost, before that counts as a failure.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    key_file: ConfigPath
+    lost_after: Annotated[float, Field(gt=0)] = 30.0
+    reissues: Annotated[int, Field(ge=0)] = 16
+
+
 def _as_problem(check: Callable[[str], None], value: str) -> None:
     try:
         check(value)
@@ -161,6 +178,8 @@ class RolloutConfig(BaseModel):
         address: What the address of a session looks like, with ``{base}`` (or ``{host}`` and ``{port}``), ``{token}``,
             and as they are wished ``{rollout_id}``, ``{attempt_id}`` and ``{session}``.
         gateway: Where such addresses are reached.
+        remote: Has ``turnwise runner`` processes play the episodes, with agents of their own; ``agent`` is not read
+            then. By default they are played here.
         agent_loop_manager_class: The class that replaces the rollout manager, as ``pkg.module.Class``,
             ``pkg.module:Class`` or ``path/to/file.py:Class``; by default the package's own.
         agent_loop_config_path: A YAML file that lists agents which tasks and ``agent`` may name besides the registered
@@ -200,6 +219,7 @@ class RolloutConfig(BaseModel):
     agent: NamedConfig = NamedConfig(name="react")
     address: str = DEFAULT_FORM
     gateway: AddressConfig = AddressConfig()
+    remote: RemoteConfig | None = None
     agent_loop_manager_class: ConfigReference | None = None
     agent_loop_config_path: ConfigPath | None = None
     group_size: PositiveInt = 8
@@ -229,6 +249,12 @@ class RolloutConfig(BaseModel):
     def _is_address(cls, template: str) -> str:
         _as_problem(check_template, template)
         return template
+
+    @model_validator(mode="after")
+    def _one_way_out(self) -> Self:
+        if self.remote is not None and self.agent_loop_manager_class is not None:
+            raise ValueError("either remote or agent_loop_manager_class: such a class hands its episodes out itself")
+        return self
 
     @model_validator(mode="after")
     def _public_urls_are_used(self) -> Self:

@@ -57,6 +57,7 @@ class RolloutParts:
             nothing left to wait for, which ends the run.
         custom: The free section of the configuration, untouched.
         frozen: Policies by name that sample and are not trained.
+        notify: Told what a person should know while episodes run (runners that come and go).
         settings: The same section as the manager's ``custom_model``, where it names one.
     """
 
@@ -68,6 +69,7 @@ class RolloutParts:
     custom: Mapping[str, Any] = field(default_factory=dict)
     frozen: Mapping[str, FrozenPolicy] = field(default_factory=dict)
     settings: BaseModel | None = None
+    notify: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,20 @@ failures. One failed member never discards its group.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 from urllib.parse import quote
 
-from turnwise.errors import EnvError, InferenceError, TurnwiseError
+from turnwise.errors import EnvError, InferenceError, RunnerLost, TurnwiseError
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.group_reward import GroupRewarder
-from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
+from turnwise.rollout.remote.service import RemoteRunners
+from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.seeding import stable_hash
 from turnwise.tools.threads import ToolThreads
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -39,8 +41,10 @@ class RolloutProducer(RolloutManager):
         parts: RolloutParts,
         threads: ToolThreads,
         rewarder: GroupRewarder | None = None,
+        remote: RemoteRunners | None = None,
     ) -> None:
         self._rewarder = rewarder
+        self._remote = remote
         self._config = config
         self._runner = runner
         self._buffer = buffer
@@ -84,7 +88,14 @@ class RolloutProducer(RolloutManager):
             frozen=parts.frozen,
         )
         await runner.prepare()
-        return cls(config, runner, buffer, parts, threads, rewarder)
+        remote = None
+        if config.remote is not None:
+            try:
+                remote = await RemoteRunners.start(config.remote, runner.gateway, parts.notify)
+            except BaseException:
+                await runner.close()
+                raise
+        return cls(config, runner, buffer, parts, threads, rewarder, remote)
 
     @property
     def config(self) -> RolloutConfig:
@@ -141,6 +152,8 @@ class RolloutProducer(RolloutManager):
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        if self._remote is not None:
+            await self._remote.close()
         await self._runner.close()
         # A thread that was lost to a time-out cannot be joined.
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -206,18 +219,31 @@ class RolloutProducer(RolloutManager):
             sampling_seed=stable_hash("sampling", seed, request.task.id, request.epoch, request.tag, member),
             temperature=request.temperature,
         )
-        for attempt in range(self._config.retries + 1):
+        # A lost runner says nothing against the episode: it is counted apart from what fails.
+        left, lost = self._config.retries, 0 if self._config.remote is None else self._config.remote.reissues
+        for attempt in itertools.count():
             async with self._slots:
-                outcome = await self._runner.run(replace(spec, attempt=attempt))
+                outcome = await self._attempt(replace(spec, attempt=attempt))
             error = outcome.error
             self._count_lost(error)
             if error is None:
                 return outcome.trajectories
             if isinstance(error, InferenceError) and self._parts.recover is not None:
                 await self._parts.recover(error)
-            if not (isinstance(error, TurnwiseError) and error.retryable):
+            if isinstance(error, RunnerLost) and lost > 0:
+                lost -= 1
+                continue
+            if left == 0 or not (isinstance(error, TurnwiseError) and error.retryable):
                 break
+            left -= 1
         return None
+
+    async def _attempt(self, spec: EpisodeSpec) -> EpisodeOutcome:
+        if self._remote is None:
+            return await self._runner.run(spec)
+        # The episode begins when somebody is there to play it: nobody's absence counts against its time.
+        async with self._remote.seat() as agent:
+            return await self._runner.run(spec, agent)
 
     def _count_lost(self, error: Exception | None) -> None:
         if self._threads.lost > self._config.max_lost_threads:

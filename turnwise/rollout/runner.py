@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.agents.core import Episode, EpisodeLimits, ToolThreadLost
+from turnwise.agents.core import Agent, Episode, EpisodeLimits, ToolThreadLost
 from turnwise.agents.rewards import check_owners
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
@@ -87,6 +87,7 @@ class _Run:
 
     spec: EpisodeSpec
     sessions: EpisodeSessions
+    agent: Agent | None = None
     env: Env | None = None
     episode: Episode | None = None
     stop_reason: StopReason = StopReason.COMPLETED
@@ -128,7 +129,7 @@ class EpisodeRunner:
         self._write = write
         self._context_length = min(context_length, config.context_length or context_length)
         endpoint = client.endpoint if isinstance(client, HostedClient) else None
-        self._gateway = LocalGateway(
+        self.gateway = LocalGateway(
             renderer,
             context_length=self._context_length,
             host=config.gateway.host,
@@ -171,7 +172,7 @@ class EpisodeRunner:
     async def close(self) -> None:
         """Close the agents, what the configured tools hold, the environment that no episode took, and the gateway."""
         await self._agents.close()
-        for gateway in (self._gateway, *(each.gateway for each in self._frozen.values())):
+        for gateway in (self.gateway, *(each.gateway for each in self._frozen.values())):
             await gateway.close()
         await self._close_spare()
         await self._toolbox.close()
@@ -183,14 +184,18 @@ class EpisodeRunner:
                 async with asyncio.timeout(self._config.close_timeout):
                     await invoke(spare, "close", executor=self._executor)
 
-    async def run(self, spec: EpisodeSpec) -> EpisodeOutcome:
+    async def run(self, spec: EpisodeSpec, agent: Agent | None = None) -> EpisodeOutcome:
         """Run one episode and return what it left.
+
+        Args:
+            spec: Which one.
+            agent: Acts in the place of the configured agent.
 
         Raises:
             CancelledError: The caller was cancelled. The environment is closed and the trajectories are written
                 before it is raised.
         """
-        run = _Run(spec, self._sessions(spec))
+        run = _Run(spec, self._sessions(spec), agent)
         started = time.monotonic()
         try:
             await self._act(run)
@@ -225,7 +230,7 @@ class EpisodeRunner:
         return EpisodeOutcome(trajectories, run.error)
 
     async def _act(self, run: _Run) -> None:
-        agent = self._agents.of(run.spec.task)
+        agent = run.agent or self._agents.of(run.spec.task)
         timeout = self._config.episode_timeout
         scope = asyncio.timeout(timeout)
         try:
@@ -310,7 +315,7 @@ class EpisodeRunner:
             temperature=self._temperature(spec),
             trained=spec.partition == "train",
             context_length=self._context_length,
-            gateway=self._gateway,
+            gateway=self.gateway,
             frozen=self._frozen,
         )
 

@@ -253,12 +253,7 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
 
 
 async def _assemble(
-    config: TrainConfig,
-    directory: Path,
-    start: _Start,
-    part: int,
-    console: Console,
-    stack: contextlib.AsyncExitStack,
+    config: TrainConfig, directory: Path, start: _Start, part: int, console: Console, stack: contextlib.AsyncExitStack
 ) -> TrainRun:
     """Open the files, start the servers and the producer; ``stack`` closes them in the opposite order."""
     state, max_tokens = start.state, config.batch.max_tokens_per_row
@@ -287,6 +282,7 @@ async def _assemble(
         recover=servers.recover,
         frozen=servers.frozen.policies,
         custom=config.custom,
+        notify=lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
     )
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)

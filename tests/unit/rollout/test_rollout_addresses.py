@@ -116,7 +116,7 @@ async def test_a_proxy_in_front_passes_on_what_it_is_asked() -> None:
     async def forward(request: web.Request) -> web.Response:
         paths.append(request.path)
         rest = str(request.rel_url.raw_path).removeprefix("/team-a")
-        url = f"http://127.0.0.1:{made._gateway.port}{rest}"
+        url = f"http://127.0.0.1:{made.gateway.port}{rest}"
         async with aiohttp.ClientSession() as http, http.post(url, data=await request.read()) as answer:
             return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
 
@@ -201,8 +201,8 @@ def test_public_urls_that_no_address_holds_are_refused() -> None:
 
 async def test_a_port_that_is_taken_is_named() -> None:
     async with runner() as first:
-        await first._gateway.start()
-        async with runner(gateway={"port": first._gateway.port}) as second:
+        await first.gateway.start()
+        async with runner(gateway={"port": first.gateway.port}) as second:
             outcome = await second.run(spec())
     assert isinstance(outcome.error, InferenceError)
     assert "cannot be bound" in str(outcome.error)

@@ -223,6 +223,7 @@ class BlackBoxAgent(Agent):
             raise acting.offered.failure
         if episode.ended:
             return
+        await door.settled()
         if end.how == "timeout":
             episode.finish(StopReason.TIMEOUT)
             return

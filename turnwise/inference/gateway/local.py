@@ -46,6 +46,9 @@ class Door:
         """
         return self.entry.spent or self.entry.unrendered or self.entry.session.failure
 
+    async def settled(self) -> None:
+        """Wait until what became of the requests through this door is known here; where they are recorded, it is."""
+
     async def wait_exhausted(self) -> None:
         """Wait until a request is refused because all turns or tokens are used: who asks again is told the same."""
         await self.entry.exhausted.wait()
@@ -111,6 +114,11 @@ class LocalGateway:
     def port(self) -> int:
         """The port that is listened on; 0 while none is."""
         return self._port
+
+    @property
+    def url(self) -> str:
+        """The base URL of what is listened on."""
+        return f"http://{self._reached_at}:{self._port}"
 
     def mount(self, prefix: str, app: Application) -> None:
         """Let another application answer what is below ``/prefix``, on the same port."""

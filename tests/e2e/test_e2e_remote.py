@@ -1,0 +1,86 @@
+"""Training whose episodes are played by runners in processes of their own, also when some of these are killed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from support.lookup_run import GROUPS, MEMBERS, Turnwise, lines, silent, train_config, training, wait_until
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trainer.audit import audit_run
+from turnwise.trainer.config import TrainConfig
+
+
+def remote_config(model: Path, runs: Path, **changes) -> TrainConfig:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rollout = {"remote": {"key_file": str(runs / "run.key")}, "gateway": {"port": port}}
+    return train_config(model, runs, rollout=rollout, **changes)
+
+
+def runner(config: TrainConfig, name: str, *more: str) -> Turnwise:
+    assert config.rollout.remote is not None
+    url = f"http://127.0.0.1:{config.rollout.gateway.port}"
+    key = config.rollout.remote.key_file
+    return Turnwise(config.runs / f"{name}.log", "runner", "--connect", url, "--key-file", key, *more)
+
+
+def check(run: Path, steps: int) -> None:
+    """Every group is whole, nothing is trained twice, and the files prove it."""
+    records = {r["step"]: r for r in lines(run / "metrics.jsonl") if r["kind"] == "train"}
+    assert set(records) == set(range(1, steps + 1))
+    assert {record["batch/failed"] for record in records.values()} == {0}
+    assert {record["batch/trajectories"] for record in records.values()} == {GROUPS * MEMBERS}
+    ids = Counter(each.id for each in read_trajectories(run / "trajectories.jsonl"))
+    assert max(ids.values()) == 1
+    assert audit_run(run, recompute=False, console=silent()).contradictions == []
+
+
+def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model: Path, tmp_path: Path) -> None:
+    config = remote_config(lookup_model, tmp_path)
+    with training(config) as run:
+        wait_until(lambda: "runners: turnwise runner --connect" in run.output(), "the run listens", run)
+        gate = tmp_path / "gate"
+        dying = ("--agent", "support.remote_agents:DiesOnce", "-c", f"gate={gate}", "-n", "2")
+        with (
+            runner(config, "dies", *dying) as dies,
+            runner(config, "stays", "--agent", "react", "-n", "2") as stays,
+        ):
+            assert run.wait() == 0, run.output()
+            assert dies.wait() == -signal.SIGKILL
+            assert stays.wait() == 0, stays.output()
+            assert "the run has ended" in stays.output()
+    check(config.runs / "run", 2)
+    lost = [each for each in read_trajectories(config.runs / "run" / "trajectories.jsonl") if each.error]
+    assert lost
+    assert {str(each.error).partition(":")[0] for each in lost} == {"RunnerLost"}
+    assert re.search(r"runner \S+ is gone: its connection is gone \(\d left\)", run.output())
+
+
+@pytest.mark.long
+def test_a_runner_outlives_a_run_that_is_killed_and_goes_on_with_the_one_that_resumes_it(
+    lookup_model: Path, tmp_path: Path
+) -> None:
+    config = remote_config(lookup_model, tmp_path, steps=3)
+    key = tmp_path / "run.key"
+    key.touch(0o600)
+    key.write_text("a key that was made before any of them\n")
+    metrics = config.runs / "run" / "metrics.jsonl"
+    with runner(config, "early", "--agent", "react", "-n", "4", "--stay") as early:
+        wait_until(lambda: "no run answers" in early.output(), "the runner waits for a run", early)
+        with training(config) as first:
+            wait_until(lambda: metrics.exists() and len(lines(metrics)) >= 1, "a step is done", first)
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+        with training(config) as second:
+            assert second.wait() == 0, second.output()
+        wait_until(lambda: "waiting for another" in early.output(), "the runner heard of the end", early)
+        early.send_signal(signal.SIGINT)
+        assert early.wait() == 130
+    check(config.runs / "run", 3)

@@ -1,0 +1,85 @@
+"""Agents of remote runners, and what tests look at of them; also in processes that tests start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import aiohttp
+
+from turnwise.agents.core import Agent, Episode
+from turnwise.agents.functions import rollout
+from turnwise.agents.react import ReActAgent
+from turnwise.types import StopReason
+
+
+@rollout
+async def by_address(task, llm):
+    """Knows an address and nothing else, and says itself what its answer is worth."""
+    body = {"model": llm.model, "messages": [{"role": "user", "content": str(task["prompt"])}]}
+    async with aiohttp.ClientSession() as http, http.post(f"{llm.endpoint}/chat/completions", json=body) as answer:
+        told = await answer.json()
+    return float(len(told["choices"][0]["message"]["content"]))
+
+
+class Notes(Agent):
+    """Rewards, metrics and an end of its own."""
+
+    async def run(self, episode: Episode) -> None:
+        first = await episode.session.chat(episode.observation)
+        critic = await episode.session_for("critic").chat([{"role": "user", "content": "Well?"}])
+        episode.note("mine", 0.5, first["turn_id"])
+        episode.note("hers", 0.25, critic["turn_id"], agent="critic")
+        episode.count({"looked": 2.0}, first["turn_id"])
+        episode.finish(StopReason.MAX_TOKENS, final=first)
+
+
+class Raises(Agent):
+    async def run(self, episode: Episode) -> None:
+        await episode.session.chat(episode.observation)
+        raise LookupError("the index is empty")
+
+
+class Endless(Agent):
+    """Asks for ever: the run's limits end it."""
+
+    async def run(self, episode: Episode) -> None:
+        while True:
+            await episode.session.chat([*episode.observation, {"role": "user", "content": "again"}])
+
+
+class Held(Agent):
+    """Waits in its first episode until it is cancelled; later ones are played."""
+
+    def __init__(self) -> None:
+        self.begun, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.episode: Episode | None = None
+
+    async def run(self, episode: Episode) -> None:
+        if self.episode is not None:
+            await ReActAgent().run(episode)
+            return
+        self.episode = episode
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+class DiesOnce(ReActAgent):
+    """Kills its process in the second episode, once: the file ``gate`` says that it was done."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate, self.played = Path(gate), 0
+
+    async def run(self, episode: Episode) -> None:
+        self.played += 1
+        if self.played == 2 and not self.gate.exists():
+            await episode.session.chat(episode.observation, episode.tools)
+            self.gate.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        await super().run(episode)

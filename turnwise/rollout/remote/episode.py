@@ -1,0 +1,277 @@
+"""What an agent is given at a runner: an episode whose environment, model and recorder are at the run.
+
+Owns: :class:`RemoteEpisode`, :class:`RemoteSession`, :class:`RemoteDoor` and :class:`LeaseClient`. Refuses: tokens; a
+remote session hands messages on, and is recorded where the run is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from turnwise.agents.core import Episode
+from turnwise.agents.limits import EpisodeLimits
+from turnwise.envs.core import Env, StepResult
+from turnwise.errors import RunnerLost, SessionError, TurnwiseError
+from turnwise.inference.gateway.hosted_renderer import NoTokens, TextRenderer
+from turnwise.inference.gateway.local import Door
+from turnwise.inference.gateway.sessions import GatewaySession
+from turnwise.inference.session import Session, SessionLimits
+from turnwise.inference.tree import Opened
+from turnwise.rollout.remote.protocol import PREFIX, dump, error_record, load, read_error, read_message, read_params
+from turnwise.tasks import Task
+from turnwise.tools.response import ToolResponse
+from turnwise.types import Message, SamplingParams, StopReason, TokenDelta, ToolCall, ToolSchema
+
+
+class LeaseClient:
+    """Asks a run about one lease.
+
+    Args:
+        http: A pooled connection with the run's key.
+        base: The URL of the run.
+        runner: The runner's id.
+        lease: The lease's id.
+    """
+
+    def __init__(self, http: aiohttp.ClientSession, base: str, runner: str, lease: str) -> None:
+        self.base = base
+        self._http = http
+        self._url = f"{base}/{PREFIX}/{runner}/leases/{lease}"
+        self._errors: list[tuple[TurnwiseError, int]] = []
+
+    async def ask(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return its answer.
+
+        Raises:
+            TurnwiseError: What it failed with at the run.
+            RunnerLost: The run cannot be reached, or the attempt has ended.
+        """
+        try:
+            async with self._http.post(f"{self._url}/{what}", data=dump(body)) as response:
+                answer = load(await response.read())
+        except (aiohttp.ClientError, TimeoutError, OSError) as gone:
+            raise RunnerLost(f"the run cannot be reached: {type(gone).__name__}: {gone}") from gone
+        told = answer.get("error")
+        if told is None:
+            return answer
+        if response.status != 200:
+            raise RunnerLost(str(told.get("message")))
+        error = read_error(told)
+        self._errors.append((error, int(told["known"])))
+        raise error
+
+    def record(self, error: BaseException) -> dict[str, Any]:
+        """Return an error as a result holds it: one that came from the run is known there."""
+        cause: BaseException | None = error
+        while cause is not None:
+            for known, number in self._errors:
+                if known is cause:
+                    return {**error_record(known), "known": number}
+            cause = cause.__cause__
+        return error_record(error)
+
+
+class RemoteSession(Session):
+    """A session that the run records.
+
+    Args:
+        lease: Asks the run.
+        name: The session's name in its episode.
+        policy: Who samples in it.
+        episode_id: Names the episode.
+        limits: What the agent may use.
+    """
+
+    def __init__(self, lease: LeaseClient, name: str, policy: str, *, episode_id: str, limits: EpisodeLimits) -> None:
+        own = SessionLimits(limits.context_length, limits.max_tokens_per_turn, max_turns=limits.max_turns)
+        session_id = episode_id if name == "main" else f"{episode_id}/{name}"
+        super().__init__(NoTokens(), TextRenderer(), id=session_id, limits=own)
+        self._lease = lease
+        self._who = {"session": name, "policy": policy}
+        self._turns = 0
+        self._calls: dict[str, str] = {}
+
+    @property
+    def turns(self) -> int:
+        """How many completions were committed, as far as this runner was told."""
+        return self._turns
+
+    def turn_of_call(self, call_id: str) -> str | None:
+        """Return the id of the turn that made a call."""
+        return self._calls.get(call_id)
+
+    def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - the run cuts answers to fit
+        """Return None: the run knows."""
+        return None
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        fork: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Message:
+        """Ask the model; see :meth:`Session.chat`."""
+        told = await self._lease.ask(
+            "chat",
+            {
+                **self._who,
+                "messages": list(messages),
+                "tools": [asdict(tool) for tool in tools or ()],
+                "params": None if params is None else asdict(params),
+                "fork": fork,
+                "template_args": template_args,
+            },
+        )
+        message = read_message(told["message"])
+        self._turns += 1
+        self._last = message
+        self._calls |= {call.id: message["turn_id"] for call in message.get("tool_calls") or ()}
+        return message
+
+    def stream(
+        self,
+        messages: Sequence[Message],  # noqa: ARG002 - the signature of what it refuses
+        tools: Sequence[ToolSchema] | None = None,  # noqa: ARG002
+        params: SamplingParams | None = None,  # noqa: ARG002
+        *,
+        fork: str | None = None,  # noqa: ARG002
+        template_args: Mapping[str, Any] | None = None,  # noqa: ARG002
+    ) -> AsyncIterator[Opened | TokenDelta | Message]:
+        """Refuse: a runner is sent whole messages.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise SessionError(
+            f"session {self.id} is recorded by a run elsewhere, which sends whole messages: ask chat(), or stream from "
+            "episode.address()"
+        )
+
+    async def refresh(self) -> dict[str, Any]:
+        """Learn what was recorded at the session's address, and return what the run said."""
+        told = await self._lease.ask("state", self._who)
+        self._turns = int(told["turns"])
+        self._last = None if told["last"] is None else read_message(told["last"])
+        return told
+
+    async def open(self) -> str:
+        """Return the base URL of the session's address."""
+        told = await self._lease.ask("door", self._who)
+        self.params = read_params(told["params"]) or self.params
+        url = str(told["url"])
+        return url if urlsplit(url).scheme else f"{self._lease.base}{url}"
+
+    async def exhausted(self) -> None:
+        """Wait until the session has nothing left to sample."""
+        await self._lease.ask("exhausted", self._who)
+
+
+class RemoteDoor(Door):
+    """The address of a remote session."""
+
+    async def settled(self) -> None:
+        """Learn what became of the requests there."""
+        session = self.entry.session
+        if isinstance(session, RemoteSession):
+            failure = (await session.refresh())["failure"]
+            self.entry.note_outcome(None)
+            if failure is not None:
+                error = read_error(failure)
+                self.entry.note_outcome(error)
+                if not self.entry.spent and not self.entry.unrendered:
+                    session._failure = error
+
+    async def wait_exhausted(self) -> None:
+        """Wait until a request is refused because all turns or tokens are used."""
+        session = self.entry.session
+        if isinstance(session, RemoteSession):
+            await session.exhausted()
+
+
+class RemoteEpisode(Episode):
+    """An episode of a run elsewhere."""
+
+    def __init__(self, lease: LeaseClient, work: Mapping[str, Any]) -> None:
+        """Read the work that a run handed out.
+
+        Args:
+            lease: Asks the run.
+            work: What was handed out.
+        """
+        seconds = work["seconds"]
+        limits = EpisodeLimits(**work["limits"])
+        super().__init__(
+            Env(),
+            Task.from_record(work["task"]),
+            int(work["seed"]),
+            observation=[read_message(each) for each in work["observation"]],
+            info=dict(work["info"]),
+            tools=[ToolSchema(**tool) for tool in work["tools"]],
+            limits=limits,
+            open_session=lambda name, policy: RemoteSession(lease, name, policy, episode_id=work["id"], limits=limits),
+            open_door=_door,
+            deadline=None if seconds is None else asyncio.get_running_loop().time() + float(seconds),
+            id=str(work["id"]),
+            partition=str(work["partition"]),
+            attempt=int(work["attempt"]),
+        )
+        self._lease = lease
+        self._counted: list[tuple[dict[str, float], str | None, str]] = []
+        self._finished = False
+
+    async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:  # noqa: ARG002
+        """Hand an assistant message to the environment at the run."""
+        told = await self._lease.ask("step", {"session": agent, "message": message})
+        observation, reward, terminated, truncated, info = told["result"]
+        if isinstance(observation, list):
+            observation = [read_message(each) for each in observation]
+        if terminated or truncated:
+            self.ended, self.scored = True, bool(told["scored"])
+            self.stop_reason = StopReason(told["stop_reason"])
+            self.final = message if terminated else None
+        return StepResult(observation, reward, terminated, truncated, info)
+
+    async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
+        """Let the environment at the run answer a tool call."""
+        told = await self._lease.ask("call", {"session": agent, "call": asdict(call)})
+        return ToolResponse(**told["response"])
+
+    def count(self, metrics: Mapping[str, float], turn_id: str | None = None, *, agent: str = "main") -> None:
+        """Add to the episode's metrics."""
+        super().count(metrics, turn_id, agent=agent)
+        self._counted.append(({name: float(value) for name, value in metrics.items()}, turn_id, agent))
+
+    def finish(self, reason: StopReason, final: Message | None = None) -> None:
+        """Say how the agent's run ended."""
+        super().finish(reason, final)
+        self._finished = True
+
+    def result(self, error: BaseException | None) -> dict[str, Any]:
+        """Return what the run is told in the end.
+
+        Args:
+            error: What ended the agent, if anything did.
+        """
+        return {
+            "rewards": [[each.agent, each.turn_id, each.name, each.value] for each in self.rewards],
+            "rewarded": self.rewarded,
+            "counted": self._counted,
+            "finished": {"stop_reason": self.stop_reason.value, "final": self.final} if self._finished else None,
+            "raised": None if error is None else self._lease.record(error),
+        }
+
+
+async def _door(session: Session) -> Door:
+    assert isinstance(session, RemoteSession)
+    url = await session.open()
+    return RemoteDoor(url, GatewaySession(session.id, "", "", session, TextRenderer(), {}, math.inf))

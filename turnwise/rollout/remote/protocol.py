@@ -1,0 +1,131 @@
+"""What a run and its runners say to each other: JSON with a schema version.
+
+Owns: the version, the paths, and the forms of messages, calls and errors on the way. Refuses: HTTP and what becomes of
+what is said.
+
+A runner opens its line, ``POST /runners/line``: its answer never ends, one JSON object a line: ``hello``, ``work``,
+``cancel``, ``ping``, ``bye``. Who loses the line has lost all work on it. All else are requests about one lease (one
+attempt at one episode), ``POST /runners/RUNNER/leases/LEASE/WHAT``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any, cast
+
+from pydantic_core import to_jsonable_python
+
+from turnwise import errors
+from turnwise.errors import AgentError, BudgetSpent, FormatError, TurnwiseError
+from turnwise.types import Guide, Message, SamplingParams, ToolCall, ToolSchema
+
+VERSION = 1
+PREFIX = "runners"
+_CALL = frozenset(("id", "name", "arguments", "raw", "error"))
+_KINDS: dict[str, type[TurnwiseError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, TurnwiseError) and kind.__init__ is TurnwiseError.__init__
+}
+
+
+def dump(value: Mapping[str, Any]) -> bytes:
+    """Return the JSON of an object; numbers keep all their digits, and what JSON has no form for becomes text."""
+    return json.dumps(value, default=_plain, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return to_jsonable_python(value, fallback=repr)
+
+
+def load(data: bytes) -> dict[str, Any]:
+    """Read an object.
+
+    Raises:
+        FormatError: It is none.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"a {type(value).__name__} where a JSON object belongs")
+    return value
+
+
+def read_call(record: Any) -> ToolCall:
+    """Return a call that was sent.
+
+    Raises:
+        FormatError: It is none.
+    """
+    try:
+        return ToolCall(**record)
+    except TypeError as error:
+        raise FormatError(f"a tool call is malformed: {error}") from error
+
+
+def read_message(record: Any) -> Message:
+    """Return a message that was sent; calls in other forms than ours stay as they are.
+
+    Raises:
+        FormatError: It is none.
+    """
+    if not isinstance(record, dict) or not isinstance(record.get("role"), str):
+        raise FormatError("a message is an object with a role")
+    calls = record.get("tool_calls")
+    if isinstance(calls, list):
+        record["tool_calls"] = [read_call(each) if set(each) == _CALL else each for each in calls]
+    return cast("Message", record)
+
+
+def read_params(record: dict[str, Any] | None) -> SamplingParams | None:
+    """Return sampling parameters that were sent.
+
+    Raises:
+        FormatError: They are none.
+    """
+    if record is None:
+        return None
+    try:
+        guide = record.get("guide")
+        if guide is not None:
+            guide = Guide(**{**guide, "calls": tuple(guide["calls"])})
+        texts, ids = tuple(record.get("stop", ())), tuple(record.get("stop_token_ids", ()))
+        return SamplingParams(**{**record, "guide": guide, "stop": texts, "stop_token_ids": ids})
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"sampling parameters are malformed: {error}") from error
+
+
+def read_tools(records: Any) -> list[ToolSchema]:
+    """Return tools that were sent.
+
+    Raises:
+        FormatError: They are none.
+    """
+    try:
+        return [ToolSchema(**record) for record in records or ()]
+    except TypeError as error:
+        raise FormatError(f"a tool is malformed: {error}") from error
+
+
+def error_record(error: BaseException) -> dict[str, Any]:
+    """Return an error as it is sent."""
+    record: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, BudgetSpent):
+        record |= {"stop_reason": error.stop_reason, "used": error.used, "limit": error.limit}
+    return record
+
+
+def read_error(record: Mapping[str, Any]) -> TurnwiseError:
+    """Return an error that was sent, as its own kind where that is one of ours."""
+    name, message = str(record.get("type")), str(record.get("message"))
+    if name == "BudgetSpent":
+        used, limit = record.get("used"), record.get("limit")
+        return BudgetSpent(str(record.get("stop_reason")), message, used=used, limit=limit)
+    kind = _KINDS.get(name)
+    return AgentError(f"the agent raised {name}: {message}") if kind is None else kind(message)
