@@ -9,6 +9,12 @@ ReAct graph, ``langchain.agents.create_agent``, and the same loop as a StateGrap
 in turn; the median over the repeats of the difference within a repeat is quoted. ``*_cpu_ms`` is the same in CPU time.
 Bar: 2 ms.
 
+``blackbox_ms`` is the same for a program in a process of its own, started before (``workers: 1``): two HTTP requests
+a turn, one to the gateway and one to a tool, and all that the program itself does for them. One side is a loop on the
+standard library (``harness/plain_loop.py``), one the loop of ``examples/openai_client_agent`` on the ``openai``
+package; the slower one is quoted. What an episode does besides turns (the line that gives it, the list of its tools)
+is counted in its turns. The CPU time is this process's alone. Bar: 4 ms.
+
 No peer is measured.
 """
 
@@ -19,6 +25,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from langchain.agents import create_agent
@@ -41,8 +48,10 @@ from turnwise.types import Completion
 
 ENV = "benchmark_adding"
 EPISODES = 8
-BARS_MS = {"langgraph_ms": 2.0}
+BARS_MS = {"langgraph_ms": 2.0, "blackbox_ms": 4.0}
 GRAPHS = ("prebuilt", "create_agent", "own_loop")
+PROGRAMS = ("plain_program", "openai_program")
+HERE = Path(__file__).parent
 
 register(ENV, AddEnv)
 
@@ -73,11 +82,18 @@ def own_loop(model: BaseChatModel, tools: list[BaseTool]) -> Any:
     return graph.compile()
 
 
+def program(file: Path) -> Mapping[str, Any]:
+    config = {"command": ["{python}", str(file)], "dialect": "openai", "workers": 1}
+    return {"name": "blackbox", "config": config}
+
+
 AGENTS: dict[str, Mapping[str, Any]] = {
     "react": {"name": "react"},
     "prebuilt": {"name": "langgraph", "config": {"graph": prebuilt}},
     "create_agent": {"name": "langgraph", "config": {"graph": agent}},
     "own_loop": {"name": "langgraph", "config": {"graph": own_loop}},
+    "plain_program": program(HERE / "harness" / "plain_loop.py"),
+    "openai_program": program(HERE.parent / "examples" / "openai_client_agent" / "loop.py"),
 }
 
 
@@ -159,19 +175,22 @@ def main() -> int:
 
 
 def result(samples: Mapping[str, list[Sample]]) -> dict[str, Any]:
-    wall = {name: over(samples, name, lambda sample: sample.wall_s) for name in GRAPHS}
-    cpu = {name: over(samples, name, lambda sample: sample.cpu_s) for name in GRAPHS}
+    wall = {name: over(samples, name, lambda sample: sample.wall_s) for name in (*GRAPHS, *PROGRAMS)}
+    cpu = {name: over(samples, name, lambda sample: sample.cpu_s) for name in wall}
     react = statistics.median(sample.wall_s for sample in samples["react"]) / (EPISODES * TURNS) * 1e3
     table = Table(title=f"a turn over that of the ReAct loop ({react:.2f} ms), in milliseconds")
     for column in ("agent", "wall", "CPU"):
         table.add_column(column, justify="left" if column == "agent" else "right")
-    for name in GRAPHS:
+    for name in wall:
         table.add_row(name, f"{wall[name]:.2f}", f"{cpu[name]:.2f}")
     Console(stderr=True).print(table)
     slowest = max(GRAPHS, key=lambda name: wall[name])
+    slower = max(PROGRAMS, key=lambda name: wall[name])
     return {
         "langgraph_ms": round(wall[slowest], 3),
         "langgraph_cpu_ms": round(cpu[slowest], 3),
+        "blackbox_ms": round(wall[slower], 3),
+        "blackbox_cpu_ms": round(cpu[slower], 3),
         "react_ms": round(react, 3),
         "bars_ms": BARS_MS,
         "over_react_ms": {name: round(value, 3) for name, value in wall.items()},

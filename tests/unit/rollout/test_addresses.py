@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
 from turnwise.envs.lookup import table
 from turnwise.errors import InferenceError
+from turnwise.inference.http_process import bind
 from turnwise.inference.scripted import Script, ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
@@ -228,3 +230,12 @@ async def test_a_renderer_that_reads_no_streams_gives_no_address() -> None:
     outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))
     await runner.close()
     assert "ToyRenderer" in str(outcome.error)
+
+
+def test_a_connection_of_an_address_does_not_wait_for_acknowledgements() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()):
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
