@@ -21,7 +21,7 @@ Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 def covariance(old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """Return ``(A - mean A) * (log p - mean log p)`` per token, shape [N].
 
-    Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs (arXiv:2505.22617), eq. 10.
+    Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs (arXiv:2505.22617), token-wise covariance.
 
     Args:
         old_logprobs: Shape [N], of all trained tokens of an optimizer step.
@@ -41,7 +41,7 @@ def select_clip_cov(
 ) -> Tensor:
     """Return which tokens of an optimizer step lose their gradient: some of those with cov_low < cov < cov_high.
 
-    ``share`` of all tokens (at least one) are drawn at random from them: Cui et al. 2025 (arXiv:2505.22617), eq. 11.
+    ``share`` of all tokens (at least one) are drawn at random from them: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
 
     Args:
         old_logprobs: Shape [N], of all trained tokens of the step.
@@ -67,7 +67,7 @@ def select_clip_cov(
 def select_kl_cov(old_logprobs: Tensor, advantages: Tensor, *, share: Share = 2e-4) -> Tensor:
     """Return which tokens of an optimizer step are held back by a KL penalty: those with the largest covariance.
 
-    Cui et al. 2025 (arXiv:2505.22617), eq. 13.
+    The ``max(1, share * N)`` tokens of largest :func:`covariance`: Cui et al. 2025 (arXiv:2505.22617), KL-Cov.
 
     Args:
         old_logprobs: Shape [N], of all trained tokens of the step.
@@ -97,7 +97,7 @@ def clip_cov_loss(
     """PPO's clipped loss without the gradient of the selected tokens.
 
     ``L = 0`` where ``selected``, else ``max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))``: Cui et al.
-    2025 (arXiv:2505.22617), Clip-Cov, eq. 12; tokens by :func:`select_clip_cov`.
+    2025 (arXiv:2505.22617), Clip-Cov; tokens by :func:`select_clip_cov`.
 
     Args:
         logprobs: Shape [N], of the policy being trained; gradients flow through it.
@@ -132,8 +132,8 @@ def kl_cov_loss(
 ) -> LossSums:
     """The unclipped policy gradient with a KL penalty on the selected tokens.
 
-    ``L = -A * ratio``, plus ``penalty * |log ratio|`` where ``selected``: Cui et al. 2025 (arXiv:2505.22617), KL-Cov,
-    eq. 14; tokens by :func:`select_kl_cov`.
+    ``L = -A * ratio``, plus ``penalty * |log ratio|`` where ``selected``: Cui et al. 2025 (arXiv:2505.22617), KL-Cov;
+    tokens by :func:`select_kl_cov`.
 
     Args:
         logprobs: Shape [N], of the policy being trained; gradients flow through it.
