@@ -43,11 +43,11 @@ def append_whole(file: int, data: bytes) -> None:
 
     Half a line would swallow the one that the next call writes, once the disk has room again.
     """
-    before = os.fstat(file).st_size
+    written = 0
     try:
-        written = os.write(file, data)
         while written < len(data):
-            written += os.write(file, data[written:])
+            written += os.write(file, data[written:] if written else data)
     except OSError:
-        os.ftruncate(file, before)
+        if written:
+            os.ftruncate(file, os.fstat(file).st_size - written)
         raise

@@ -20,6 +20,8 @@ from turnwise.types import Message, ToolCall, ToolSchema
 
 # So many conversations of one session are remembered: an agent and the sub-agents that it talks to in turn.
 _CONVERSATIONS = 4
+# What an assistant's message holds that no agent over HTTP hands back.
+_OWN = ("turn_id", "finish_reason")
 
 
 @dataclass(slots=True)
@@ -50,7 +52,8 @@ class History:
         self._recognise = recognise
         # The one used last stands last.
         self._conversations: list[_Remembered] = []
-        self._said: tuple[Message, Canonical] | None = None
+        # What was said last, as it was given and without what only this package puts there; and what it means.
+        self._said: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
 
     def said(self, message: Message, form: Canonical) -> None:
         """Take note of the message that an agent was given last: most agents hand back the very same.
@@ -59,7 +62,7 @@ class History:
             message: The message, which nobody edits.
             form: Its canonical form; all its calls have ids.
         """
-        self._said = (message, form)
+        self._said = (message, {key: value for key, value in message.items() if key not in _OWN}), form
 
     def reduce(self, messages: Sequence[Message]) -> list[Canonical]:
         """Return the canonical form of a request's messages.
@@ -77,12 +80,13 @@ class History:
         fresh: list[Mapping[str, Any]] = []
         for index in range(known, len(messages)):
             message: Mapping[str, Any] = messages[index]
-            if self._said is not None and _same(self._said[0], message):
-                copied, form = self._said
+            said = self._handed_back(message)
+            if said is not None:
+                copied, form = said
                 reducer.skip(message, form)
             else:
                 form = reducer.reduce(index, message)
-                copied = snapshot(dict(message))
+                copied = snapshot(message if type(message) is dict else dict(message))
                 if copied.get("role") == form.role:
                     copied["role"] = form.role  # the one text that all share
             fresh.append(copied)
@@ -94,6 +98,13 @@ class History:
             )
         self._remember(last, known, fresh, result)
         return result
+
+    def _handed_back(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], Canonical] | None:
+        """Return a copy of a message and its form, where it is what was said last."""
+        if self._said is None or message.get("role") != "assistant":
+            return None
+        given, form = self._said
+        return next(((each, form) for each in given if _same(each, message)), None)
 
     def _remember(self, last: _Remembered, known: int, fresh: list[Mapping[str, Any]], forms: list[Canonical]) -> None:
         switches = [entry for entry in last.switches if entry[0] < known]
@@ -148,7 +159,7 @@ def _known(last: _Remembered, messages: Sequence[Message]) -> int:
     seen = last.messages
     known = min(len(seen), len(messages))
     # A list is compared at once, which is the usual case: the last request's messages and some more.
-    if list(messages[:known]) != seen[:known]:
+    if list(messages[:known]) != (seen if known == len(seen) else seen[:known]):
         known = next((index for index in range(known) if seen[index] != messages[index]), known)
     for index, switches in last.switches:
         if index >= known:

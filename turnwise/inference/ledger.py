@@ -30,8 +30,9 @@ from turnwise.inference.core import LLMClient, ModelInfo, closing
 from turnwise.types import Completion, Logprobs, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
 
 SCHEMA_VERSION = 1
-# Ids of earlier requests kept to write the next one as a difference: 64 MiB.
-_REMEMBERED_IDS = 16 * 2**20
+_ID_BYTES = 4
+# Ids of earlier requests are kept to write the next one as a difference.
+_REMEMBERED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class Book:
 
     def __init__(self, path: Path) -> None:
         self._file = AppendFile(path)
-        self._last: OrderedDict[str, TokenIds] = OrderedDict()
+        # The ids of the last call of each session, as bytes: compared and joined at once.
+        self._last: OrderedDict[str, bytes] = OrderedDict()
         self._remembered = 0
         self._closed = False
         self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
@@ -96,11 +98,12 @@ class Book:
 
     def note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
         """Write down a call that succeeded."""
-        before = self._last.pop(session, None)
-        shared = 0 if before is None else _shared_prefix(before, prompt)
-        self._last[session] = now = np.concatenate([prompt, completion.token_ids])
-        self._remembered += len(now) - (0 if before is None else len(before))
-        while self._remembered > _REMEMBERED_IDS and len(self._last) > 1:
+        before = self._last.pop(session, b"")
+        asked = _id_bytes(prompt)
+        shared = len(before) // _ID_BYTES if asked.startswith(before) else _shared_prefix(before, prompt)
+        self._last[session] = now = asked + _id_bytes(completion.token_ids)
+        self._remembered += len(now) - len(before)
+        while self._remembered > _REMEMBERED_BYTES and len(self._last) > 1:
             self._remembered -= len(self._last.popitem(last=False)[1])
         record = {
             "session": session,
@@ -161,7 +164,12 @@ class LedgerClient(LLMClient):
         await self._inner.close()
 
 
-def _shared_prefix(before: TokenIds, prompt: TokenIds) -> int:
+def _id_bytes(ids: TokenIds) -> bytes:
+    return ids.astype(np.int32, copy=False).tobytes()
+
+
+def _shared_prefix(last: bytes, prompt: TokenIds) -> int:
+    before = np.frombuffer(last, np.int32)
     length = min(len(before), len(prompt))
     differ = np.flatnonzero(before[:length] != prompt[:length])
     return int(differ[0]) if len(differ) else length

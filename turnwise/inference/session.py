@@ -28,7 +28,7 @@ from turnwise.inference.ledger import join_deltas
 from turnwise.inference.limits import SessionLimits, room_for
 from turnwise.inference.placed import Placed, Recorded
 from turnwise.inference.template_args import template_arguments
-from turnwise.inference.tree import Match, Node, Opened, RootKey, Tree, addressed, segment_of
+from turnwise.inference.tree import Match, Node, Opened, RootKey, Sampled, Tree, addressed, joined, segment_of
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import (
@@ -123,7 +123,7 @@ class Session:
         """Return how many tokens of the context are left behind a turn, or None where this session has no such turn."""
         for node in reversed(self._tree.nodes):
             if node.turn_id == turn_id:
-                return self.limits.context_length - sum(len(each.ids) for each in node.path())
+                return self.limits.context_length - sum(each.tokens for each in node.path())
         return None
 
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
@@ -136,7 +136,7 @@ class Session:
         offered = self._offers.offered(tuple(tools or ()), self.renderer.arguments)
         match = self._match(self._history.reduce(messages), *offered, self.renderer)
         self._escaped = escaped
-        before = 0 if match.parent is None else sum(len(node.ids) for node in match.parent.path())
+        before = 0 if match.parent is None else sum(node.tokens for node in match.parent.path())
         return before + len(match.ids)
 
     async def chat(
@@ -319,8 +319,7 @@ class Session:
         return ids
 
     def _prompt(self, match: Match) -> TokenIds:
-        before = [] if match.parent is None else [node.ids for node in match.parent.path()]
-        prompt = np.concatenate([*before, match.ids]) if before else match.ids
+        prompt = match.ids if match.parent is None else joined(match.parent.path(), match.ids)
         self._prompt_tokens += len(prompt)
         return prompt
 
@@ -385,13 +384,13 @@ class Session:
                 index=len(self._tree.nodes),
                 parent=parent,
                 sampled=sampled,
-                ids=ids,
+                data=ids.astype(np.int32, copy=False).tobytes(),
                 messages=messages,
                 start=0 if parent is None else parent.end,
                 key=match.key,
                 tools=match.tools,
                 turns=(0 if parent is None else parent.turns) + sampled,
-                completion=completion,
+                completion=None if completion is None else Sampled.of(completion),
                 turn_id=turn_id,
                 fork=reason if self._tree.siblings(parent) else None,
             )

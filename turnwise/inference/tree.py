@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,11 +17,31 @@ from turnwise.inference.canonical import Canonical, is_turn
 from turnwise.inference.echo import same, same_context
 from turnwise.inference.template_args import TemplateArguments, argument_values
 from turnwise.trajectory import Segment
-from turnwise.types import Completion, TokenIds, ToolSchema
+from turnwise.types import Completion, FinishReason, Logprobs, TokenIds, ToolSchema, VersionSpan
 
+_ID_BYTES = np.dtype(np.int32).itemsize
 ToolsKey = tuple[tuple[str, str, str], ...]
 RootKey = tuple[ToolsKey, TemplateArguments]
 """What a root is one of: its tools, and the arguments that its template is given."""
+
+
+class Sampled(NamedTuple):
+    """What is kept of a completion besides its ids.
+
+    Attributes:
+        logprobs: float32 of shape [tokens].
+        weight_versions: Spans over the ids.
+        finish_reason: How it ended.
+    """
+
+    logprobs: Logprobs
+    weight_versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+    @classmethod
+    def of(cls, completion: Completion) -> Sampled:
+        """Return what is kept of a completion."""
+        return cls(completion.logprobs, completion.weight_versions, completion.finish_reason)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,14 +52,14 @@ class Node:
         index: Place in commit order.
         parent: The node before it.
         sampled: Whether the model sampled its ids.
-        ids: int32 of shape [tokens], not writeable.
+        data: Its ids as the bytes of an int32 array: half the room of an array, and joined faster.
         messages: The canonical messages that it means: those one request added, or the one assistant message.
         start: How many messages stand before it on its path. (A request may use fewer: empty turns may be missing.)
         key: The tools of its root, and the arguments of its template.
         tools: The tools, as schemas.
         turns: How many sampled nodes the path up to and including it holds.
         children: Nodes after it, in commit order.
-        completion: Sampled nodes only.
+        completion: What was sampled; sampled nodes only.
         turn_id: Sampled nodes only.
         fork: Why it is not the only child of its parent.
     """
@@ -45,16 +67,26 @@ class Node:
     index: int
     parent: Node | None
     sampled: bool
-    ids: TokenIds
+    data: bytes
     messages: tuple[Canonical, ...]
     start: int
     key: RootKey
     tools: tuple[ToolSchema, ...]
     turns: int
     children: tuple[Node, ...] = ()
-    completion: Completion | None = None
+    completion: Sampled | None = None
     turn_id: str | None = None
     fork: str | None = None
+
+    @property
+    def ids(self) -> TokenIds:
+        """The ids, int32 of shape [tokens], not writeable."""
+        return np.frombuffer(self.data, np.int32)
+
+    @property
+    def tokens(self) -> int:
+        """How many ids it has."""
+        return len(self.data) // _ID_BYTES
 
     @property
     def end(self) -> int:
@@ -101,10 +133,14 @@ class Match:
     tools: tuple[ToolSchema, ...]
 
 
+def joined(path: Sequence[Node], ids: TokenIds) -> TokenIds:
+    """Return the ids of a path and those that follow it, int32 of shape [tokens], not writeable."""
+    return np.frombuffer(b"".join([*(node.data for node in path), ids.tobytes()]), np.int32)
+
+
 def addressed(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:
     """Return messages that follow a turn, with the ids and names issued for the calls that they answer."""
-    before = (message for node in reversed(turn.path()) for message in reversed(node.messages))
-    caller = next(filter(is_turn, before), None)
+    caller = _caller(turn) if any(message.answers is not None for message in new) else None
     result = []
     for message in new:
         if caller is not None and message.answers is not None and message.answers >= 0:
@@ -114,6 +150,17 @@ def addressed(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:
         if is_turn(message):
             caller = message
     return tuple(result)
+
+
+def _caller(turn: Node) -> Canonical | None:
+    """Return the last message of a path whose calls are answered behind it."""
+    node: Node | None = turn
+    while node is not None:
+        for message in reversed(node.messages):
+            if is_turn(message):
+                return message
+        node = node.parent
+    return None
 
 
 Place = tuple[Node, int]
@@ -152,7 +199,7 @@ class _Trail:
     messages: Sequence[Canonical]
     key: RootKey
     seen: int = 0
-    matched: dict[Node, list[int]] = field(default_factory=dict)
+    matched: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     turns: dict[Node, int] = field(default_factory=dict)
     whole: Node | None = None
     later: list[Place] = field(default_factory=list)
@@ -178,7 +225,7 @@ class Tree:
 
     def counts(self) -> dict[str, float]:
         """Return how many turns, branches and forks there are, and tokens of either kind."""
-        sampled = sum(len(node.ids) for node in self.nodes if node.sampled)
+        sampled = sum(node.tokens for node in self.nodes if node.sampled)
         return {
             "turns": self.turns,
             "branches": sum(not node.children for node in self.nodes),
@@ -192,20 +239,19 @@ class Tree:
         return self.roots if parent is None else parent.children
 
     def add(self, node: Node) -> Node:
-        """Hang a node under its parent. Its ids cannot be changed any more.
+        """Hang a node under its parent.
 
         Raises:
             SessionError: The tree was dissolved.
         """
         self._check_whole()
-        node.ids.flags.writeable = False
         if node.parent is None:
             self.roots.append(node)
         else:
             # A tuple of one, which most are, takes half the room of a list.
             node.parent.children = (*node.parent.children, node)
         self.nodes.append(node)
-        self.tokens += len(node.ids)
+        self.tokens += node.tokens
         self.turns += node.sampled
         return node
 
@@ -223,8 +269,9 @@ class Tree:
         """Return the known context with equal messages and equal ids, if there is one."""
         if match.context is not None:
             return match.context
+        data = match.ids.tobytes()
         for node in self.siblings(match.parent):
-            if node.key == match.key and same_context(node.messages, match.new) and np.array_equal(node.ids, match.ids):
+            if node.data == data and node.key == match.key and same_context(node.messages, match.new):
                 return node
         return None
 
@@ -249,9 +296,9 @@ class Tree:
             if more:
                 trail.later.append((node, start))
             for end in ends:
-                reached = trail.matched.setdefault(node, [])
+                reached = trail.matched.get(node, ())
                 if end not in reached:
-                    reached.append(end)
+                    trail.matched[node] = (*reached, end)
                     self._reach(trail, node, end)
                     pending.extend((child, end) for child in node.children)
         self._trail = trail
@@ -291,8 +338,8 @@ class Tree:
 
 def _identical(last: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
     """Whether these are the same messages, each the same turn if it is one for certain."""
-    return list(last) == list(messages) and all(
-        one is other or one.turn == other.turn for one, other in zip(last, messages, strict=True)
+    return all(map(is_, last, messages)) or (
+        list(last) == list(messages) and all(one.turn == other.turn for one, other in zip(last, messages, strict=True))
     )
 
 

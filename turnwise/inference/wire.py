@@ -116,7 +116,7 @@ def _decode_choice(body: Any, url: str) -> Choice:
     if len(logprobs) != len(token_ids) or token_ids.ndim != 1:
         raise InferenceError(f"{url} answered {len(token_ids)} ids with {len(logprobs)} log-probabilities")
     # vLLM writes what is not finite as the number that OpenAI's API has for it.
-    if len(logprobs) and not (logprobs.min() > _NO_LOGPROB and logprobs.max() < np.inf):
+    if len(logprobs) and not (np.minimum.reduce(logprobs) > _NO_LOGPROB and np.maximum.reduce(logprobs) < np.inf):
         raise InferenceError(f"{url} answered log-probabilities that are not finite: the model has diverged")
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")

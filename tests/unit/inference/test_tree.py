@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.inference.canonical import Canonical
-from turnwise.inference.tree import Node, ToolsKey, Tree
+from turnwise.inference.tree import Node, Sampled, ToolsKey, Tree
 from turnwise.types import Completion
 
 KEYS: tuple[ToolsKey, ...] = ((), (("f", "", "{}"),))
@@ -47,13 +47,13 @@ def add(
             index=len(tree.nodes),
             parent=parent,
             sampled=completion is not None,
-            ids=np.zeros(1, np.int32),
+            data=np.zeros(1, np.int32).tobytes(),
             messages=tuple(messages),
             start=0 if parent is None else parent.end,
             key=key,
             tools=(),
             turns=(0 if parent is None else parent.turns) + (completion is not None),
-            completion=completion,
+            completion=None if completion is None else Sampled.of(completion),
         )
     )
 

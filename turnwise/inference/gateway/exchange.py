@@ -21,6 +21,7 @@ from turnwise.inference.gateway.core import Answer, ChatRequest, Dialect, Stream
 from turnwise.inference.gateway.errors import ApiError, api_error, too_deep
 from turnwise.inference.gateway.sessions import GatewaySession
 from turnwise.inference.gateway.turns import ask, follow
+from turnwise.inference.gateway.within import within
 from turnwise.types import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -78,34 +79,35 @@ class Exchange:
             ApiError: It is too large, too slow, or its end never came.
         """
         most = self._limits.body_bytes
-        too_large = ApiError(413, f"the body has more than {most} bytes", code="request_too_large")
         told = self._headers.get(b"content-length", b"")
         if told.isdigit() and int(told) > most:
-            raise too_large
-        parts: list[bytes] = []
-        size = 0
+            raise _too_large(most)
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(499, "the client went away before the end of its body")
-                    size += len(message.get("body", b""))
-                    if size > most:
-                        raise too_large
-                    parts.append(message.get("body", b""))
-                    if not message.get("more_body"):
-                        return b"".join(parts)
+            return await within(self._limits.body_seconds, self._received(most))
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._limits.body_seconds:g} s") from None
+
+    async def _received(self, most: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(499, "the client went away before the end of its body")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+            if not message.get("more_body"):
+                return part if len(parts) == 1 else b"".join(parts)
 
     async def answer(self, status: int, body: dict[str, Any], retry_after: int | None = None) -> None:
         """Answer with JSON."""
         encoded = sse.encoded(body)
         self._started = True
         if retry_after is None:
-            async with asyncio.timeout(self._limits.write_seconds):
-                await answer_json(self._send, status, encoded)
+            await within(self._limits.write_seconds, answer_json(self._send, status, encoded))
             return
         headers = [
             (b"content-type", b"application/json"),
@@ -218,8 +220,8 @@ class Exchange:
     async def _begin(self, writer: StreamWriter) -> None:
         first = writer.begin()
         self._started = True
-        async with asyncio.timeout(self._limits.write_seconds):
-            await self._send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
+        start = {"type": "http.response.start", "status": 200, "headers": sse.HEADERS}
+        await within(self._limits.write_seconds, self._sent(start))
         self._writer = writer
         await self._more(first)
 
@@ -228,9 +230,16 @@ class Exchange:
             return
         # A client that takes nothing is as good as gone: it is told nothing more.
         writer, self._writer = self._writer, None
-        async with asyncio.timeout(self._limits.write_seconds):
-            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        body = {"type": "http.response.body", "body": data, "more_body": not last}
+        await within(self._limits.write_seconds, self._sent(body))
         self._writer = None if last else writer
+
+    async def _sent(self, message: dict[str, Any]) -> None:
+        await self._send(message)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes", code="request_too_large")
 
 
 def _written(writer: StreamWriter, index: int, event: Said | Answer | ApiError | None) -> bytes:

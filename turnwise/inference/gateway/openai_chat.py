@@ -69,9 +69,15 @@ class OpenAIChat:
         answer = Format("response_format", fields.get("response_format"), nested=True)
         held = read_hold(tools, choice, answer, abilities, single=single)
         sampling = read_sampling(fields, most=("max_completion_tokens", "max_tokens"), stop="stop")
-        messages = [
-            message if _is_plain(message) else read_message(message, f"messages[{index}]", abilities)
-            for index, message in enumerate(fields.items("messages"))
+        messages: list[Any] = [
+            # A text and who says it: nothing to check, and nothing to rewrite.
+            entry
+            if type(entry) is dict
+            and len(entry) == 2
+            and type(entry.get("content")) is str
+            and entry.get("role") in _SPEAKERS
+            else read_message(entry, f"messages[{index}]", abilities)
+            for index, entry in enumerate(fields.items("messages"))
         ]
         if not messages:
             raise invalid("messages", "must hold at least one message")
@@ -179,13 +185,6 @@ def _name_of(entry: Any) -> str:
     fields = Fields(entry, "tool_choice")
     inner = fields.get("function") or fields.get("custom")
     return (Fields(inner, "tool_choice.function") if inner is not None else fields).text("name")
-
-
-def _is_plain(entry: Any) -> bool:
-    """Whether a message of a body is a text and who says it: nothing to check, and nothing to rewrite."""
-    return (
-        type(entry) is dict and len(entry) == 2 and type(entry.get("content")) is str and entry.get("role") in _SPEAKERS
-    )
 
 
 def read_message(entry: Any, at: str, abilities: Abilities) -> Message:
