@@ -10,8 +10,6 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from turnwise.errors import InferenceError, SessionError
 from turnwise.inference.canonical import Canonical, canonical_arguments, canonical_messages
 from turnwise.inference.core import Renderer
@@ -30,7 +28,7 @@ def check_completion(completion: Completion, params: SamplingParams, session_id:
     if finish not in ("stop", "length"):
         raise InferenceError(f"session {session_id}: a completion ended with {finish!r}; nothing was recorded")
     # A sum is finite only if everything in it is.
-    if not math.isfinite(np.add.reduce(completion.logprobs, dtype=np.float64)):
+    if not math.isfinite(sum(completion.logprobs.tolist())):
         raise SessionError(f"session {session_id}: a completion came with a logprob that is not finite")
     if len(ids) == 0 or len(completion.logprobs) != len(ids):
         raise SessionError(

@@ -13,7 +13,7 @@ from turnwise.inference.tree import Match, Opened
 from turnwise.types import Completion, Message, SamplingParams, TokenPrompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placed:
     """A request that was placed and is yet to be answered."""
 
@@ -30,7 +30,7 @@ class Placed:
         return Opened(len(self.prompt.ids), len(self.prompt.ids) - new, self.match.ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recorded:
     """A turn that was recorded.
 

@@ -108,7 +108,7 @@ class Node:
         return nodes[::-1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Match:
     """How a request continues the tree.
 
@@ -167,7 +167,7 @@ Place = tuple[Node, int]
 """A node, and how many messages of a request lie before it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opened:
     """How a request was placed: what the stream of a session yields first.
 

@@ -6,6 +6,7 @@ request (``generate_request.py``) and transport (``client.py``, ``app.py``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ def encode_choice(
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """One choice of a response, checked.
 
@@ -115,8 +116,9 @@ def _decode_choice(body: Any, url: str) -> Choice:
         raise InferenceError(f"{url} answered no generate response ({error!r}): {short(body)}") from error
     if len(logprobs) != len(token_ids) or token_ids.ndim != 1:
         raise InferenceError(f"{url} answered {len(token_ids)} ids with {len(logprobs)} log-probabilities")
-    # vLLM writes what is not finite as the number that OpenAI's API has for it.
-    if len(logprobs) and not (np.minimum.reduce(logprobs) > _NO_LOGPROB and np.maximum.reduce(logprobs) < np.inf):
+    # vLLM writes what is not finite as the number that OpenAI's API has for it. A sum is finite only if all are.
+    values = logprobs.tolist()
+    if values and not (min(values) > _NO_LOGPROB and math.isfinite(sum(values))):
         raise InferenceError(f"{url} answered log-probabilities that are not finite: the model has diverged")
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")

@@ -36,6 +36,7 @@ from turnwise.inference.gateway.sessions import GatewaySession, Sessions
 from turnwise.inference.gateway.settings import FIXED_SAMPLING, SETTINGS, check_known, read_settings
 from turnwise.inference.gateway.turns import Reader, reader_of
 from turnwise.inference.gateway.wishes import NO_WISHES, template_args
+from turnwise.inference.gateway.within import Deadline
 from turnwise.types import StopReason
 
 _log = logging.getLogger(__name__)
@@ -140,22 +141,21 @@ class GatewayApp:
         running = entry.running
         if len(running) >= self.sessions.limits.requests:
             raise ApiError(429, f"{len(running)} requests of this session are being answered", retry_after=1)
-        task = asyncio.current_task()
-        assert task is not None
+        task, seconds = exchange.task, self.sessions.limits.request_seconds
         running.add(task)
         entry.used = time.monotonic()
+        deadline = Deadline(task, seconds)
         try:
-            async with asyncio.timeout(self.sessions.limits.request_seconds):
-                await self._answer(exchange, entry, dialect, route)
-        except asyncio.CancelledError:
+            await self._answer(exchange, entry, dialect, route)
+        except (asyncio.CancelledError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) or deadline.ended():
+                raise ApiError(504, f"the request was not answered within {seconds:g} s", code="timeout") from None
             if not entry.closed:
                 raise
             task.uncancel()
             raise not_found("the session ended while this request was answered") from None
-        except TimeoutError:
-            seconds = self.sessions.limits.request_seconds
-            raise ApiError(504, f"the request was not answered within {seconds:g} s", code="timeout") from None
         finally:
+            deadline.close()
             running.discard(task)
             entry.used = time.monotonic()
 

@@ -6,6 +6,7 @@ used is told to a foreign agent. Refuses: any provider's JSON, and tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from turnwise.inference.gateway.errors import ApiError
 from turnwise.inference.gateway.wishes import NO_WISHES, Wishes
 from turnwise.types import Guide, Json, Message, SamplingParams, ToolCall, ToolSchema, text_of
 
+_PROCESS = secrets.token_hex(8)
+_NUMBERS = itertools.count(1)
 INVALID_CALL = "invalid_tool_call"
 """The name under which a foreign agent is told of a call that must not be executed: it has no tool of this name."""
 
@@ -54,7 +57,7 @@ class Abilities:
     chat_format: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatRequest:
     """A request of any dialect, in this package's own words.
 
@@ -112,7 +115,7 @@ class TokenLogprob:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """One recorded turn, as the dialects tell of it.
 
@@ -211,8 +214,8 @@ class Dialect(Protocol):
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that no session has seen."""
-    return prefix + secrets.token_hex(12)
+    """Return an id that no session has seen, nor any of another process. It is no secret."""
+    return f"{prefix}{_PROCESS}{next(_NUMBERS):08x}"
 
 
 def told_call(call: ToolCall, *, raw: bool) -> tuple[str, str]:

@@ -39,11 +39,18 @@ class Exchange:
         receive: Of ASGI.
         send: Of ASGI.
         limits: What clients may use.
+
+    Attributes:
+        method: Of HTTP.
+        task: Answers the request.
     """
 
-    __slots__ = ("_headers", "_limits", "_receive", "_send", "_started", "_writer", "method")
+    __slots__ = ("_headers", "_limits", "_receive", "_send", "_started", "_writer", "method", "task")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task: asyncio.Task[Any] = task
         self.method: str = scope["method"]
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
@@ -134,9 +141,7 @@ class Exchange:
             ApiError: Nothing was answered, with this reason.
             TurnwiseError: As the session's.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        departure = _Departure(self._receive, task)
+        departure = _Departure(self._receive, self.task)
         try:
             if request.stream:
                 await self._stream(entry, dialect, request, params)
@@ -144,7 +149,7 @@ class Exchange:
                 await self._whole(entry, dialect, request, params)
         except asyncio.CancelledError:
             # Somebody else may have cancelled this too.
-            if not departure.seen or task.uncancel():
+            if not departure.seen or self.task.uncancel():
                 raise
         finally:
             departure.close()
@@ -295,7 +300,7 @@ class _Departure:
         self._task = task
         self._watch: asyncio.Task[None] | None = None
         # Most answers that cost nothing are there before anybody could go away.
-        self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER, self._begin)
+        self._timer = task.get_loop().call_later(_WATCH_AFTER, self._begin)
 
     def close(self) -> None:
         """Watch no longer."""

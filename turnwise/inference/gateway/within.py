@@ -1,7 +1,7 @@
-"""A limit of time that costs nothing where there is nothing to wait for.
+"""Limits of time for what is done with every request.
 
-Owns: :func:`within`. Nearly every body is there before it is asked for, and nearly every answer is taken at once:
-:func:`asyncio.timeout` alone would take longer than either.
+Owns: :func:`within` and :class:`Deadline`. Nearly every body is there before it is asked for, and nearly every answer
+is taken at once: :func:`asyncio.timeout` alone would take longer than either.
 """
 
 from __future__ import annotations
@@ -27,6 +27,35 @@ async def within(seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
         return result
     async with asyncio.timeout(seconds):
         return await _rest(work, awaited)
+
+
+class Deadline:
+    """Cancels a task when its time is over, until closed.
+
+    Args:
+        task: The task.
+        seconds: From now on.
+    """
+
+    __slots__ = ("_passed", "_task", "_timer")
+
+    def __init__(self, task: asyncio.Task[Any], seconds: float) -> None:
+        self._task = task
+        self._passed = False
+        self._timer = task.get_loop().call_later(seconds, self._pass)
+
+    def close(self) -> None:
+        """Cancel nothing any more."""
+        self._timer.cancel()
+
+    def ended(self) -> bool:
+        """Return whether this, and nobody else, cancelled the task, which then goes on as if nobody had."""
+        passed, self._passed = self._passed, False
+        return passed and self._task.uncancel() == 0
+
+    def _pass(self) -> None:
+        self._passed = True
+        self._task.cancel()
 
 
 @types.coroutine

@@ -1,10 +1,10 @@
-"""``within``: a limit of time that is only there where something is waited for."""
+"""Limits of time: only there where something is waited for, and taken for nothing else."""
 
 import asyncio
 
 import pytest
 
-from turnwise.inference.gateway.within import within
+from turnwise.inference.gateway.within import Deadline, within
 
 
 async def several(*futures: asyncio.Future[int]) -> list[int]:
@@ -96,3 +96,39 @@ def test_cancelling_who_waits_cancels_what_is_waited_for() -> None:
 
     run(main())
     assert ends == ["left"]
+
+
+async def _late(seconds: float, *, also: bool) -> tuple[bool, int]:
+    """Wait until cancelled; return what the deadline says of it, and how many cancellations are left."""
+    task = asyncio.current_task()
+    assert task is not None
+    deadline = Deadline(task, seconds)
+    if also:
+        asyncio.get_running_loop().call_later(0.05, task.cancel)
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        return deadline.ended(), task.cancelling()
+    finally:
+        deadline.close()
+    raise AssertionError("nobody cancelled it")
+
+
+def test_a_deadline_cancels_its_task_and_says_so() -> None:
+    assert asyncio.run(_late(0.01, also=False)) == (True, 0)
+
+
+def test_a_deadline_takes_no_other_cancellation_for_its_own() -> None:
+    assert asyncio.run(_late(60.0, also=True)) == (False, 1)
+
+
+def test_a_deadline_that_is_closed_cancels_nothing() -> None:
+    async def main() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        deadline = Deadline(task, 0.001)
+        deadline.close()
+        await asyncio.sleep(0.02)
+        return task.cancelling()
+
+    assert asyncio.run(main()) == 0
