@@ -16,7 +16,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -56,6 +56,11 @@ class GatewayApp:
         context_length: Most tokens of prompt and completion.
         abilities: What the model can be asked for.
         fixed: Sampling parameters that no request may change.
+
+    Attributes:
+        sessions: As above.
+        answering: How many requests of agents are being answered.
+        when_idle: Called once there is none, when the last answer was handed to the system.
     """
 
     exchange: ClassVar[type[Exchange]] = Exchange
@@ -77,6 +82,8 @@ class GatewayApp:
         self._context_length = context_length
         self._abilities = abilities or Abilities()
         self._fixed = fixed
+        self.answering = 0
+        self.when_idle: Callable[[], None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -143,6 +150,7 @@ class GatewayApp:
             raise ApiError(429, f"{len(running)} requests of this session are being answered", retry_after=1)
         task, seconds = exchange.task, self.sessions.limits.request_seconds
         running.add(task)
+        self.answering += 1
         entry.used = time.monotonic()
         deadline = Deadline(task, seconds)
         try:
@@ -158,6 +166,10 @@ class GatewayApp:
             deadline.close()
             running.discard(task)
             entry.used = time.monotonic()
+            self.answering -= 1
+            if not self.answering and self.when_idle is not None:
+                # Event loops write what they were given before they call what comes next.
+                task.get_loop().call_soon(self.when_idle)
 
     async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
         body = read_json(await exchange.body())

@@ -17,9 +17,7 @@ from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 _SECONDS = 1.0
-_FEW = 10_000
-_MANY = 200_000
-_OLD = 100_000
+_LEAST = 200_000
 
 
 class GarbageCollector:
@@ -27,19 +25,13 @@ class GarbageCollector:
 
     Args:
         busy: Whether somebody waits for an answer.
-        few: So many new objects are looked at when nobody waits.
-        many: So many new objects are looked at in any case.
-        old: So many objects must have outlived that before all objects are looked at again.
+        least: So many objects at least must have come since the last look.
     """
 
-    def __init__(self, busy: Callable[[], bool], *, few: int = _FEW, many: int = _MANY, old: int = _OLD) -> None:
+    def __init__(self, busy: Callable[[], bool], *, least: int = _LEAST) -> None:
         self._busy = busy
-        self._few = few
-        self._many = many
-        self._least_old = old
-        # Objects that were left when all were looked at last, and those that have outlived a look since then.
-        self._old = 0
-        self._grown = 0
+        self._least = least
+        self._left = 0
 
     def start(self) -> None:
         """Take over. What is there now is code and settings, and never looked at again."""
@@ -53,27 +45,22 @@ class GarbageCollector:
         gc.enable()
 
     async def run(self) -> None:
-        """Look every second, until cancelled."""
+        """Look every second, until cancelled: there may always be somebody who waits."""
         while True:
             await asyncio.sleep(_SECONDS)
             self.look()
 
     def look(self) -> None:
-        """Look for garbage if it is time.
+        """Look for garbage if it is time. To be called whenever nobody waits any more.
 
-        A look takes about half a microsecond for each object that is looked at. All objects are looked at only once as
-        many have come as there were, so that each costs the same however many there are; at four times as many also
-        while somebody waits.
+        A look takes about a microsecond for each object that is there. It is time once as many have come as the last
+        look left, so that an object is looked at once or twice, however many there are; while somebody waits, once four
+        times as many have.
         """
-        new = gc.get_count()[0]
-        if new < self._few:
+        come = gc.get_count()[0]
+        due = max(self._left, self._least)
+        if come < due or (come < 4 * due and self._busy()):
             return
-        busy = self._busy()
-        if busy and new < self._many:
-            return
-        self._grown += max(0, new - gc.collect(1))
-        due = max(self._old, self._least_old)
-        if self._grown > (4 * due if busy else due):
-            found = gc.collect()
-            self._old, self._grown = len(gc.get_objects()), 0
-            _log.debug("%d objects were garbage, %d are left", found, self._old)
+        found = gc.collect()
+        self._left = len(gc.get_objects())
+        _log.debug("%d objects were garbage, %d are left", found, self._left)

@@ -84,7 +84,8 @@ async def serve_gateway(spec: GatewaySpec) -> int:
         stack.callback(sweeper.cancel)
         _log.info("controllers need the admin key, which stands in %s", config.out / "admin.key")
         what = f"the gateway of {config.url or config.model}"
-        collector = GarbageCollector(lambda: app.sessions.busy)
+        collector = GarbageCollector(lambda: app.answering > 0)
+        app.when_idle = collector.look
         collector.start()
         stack.callback(collector.stop)
         collecting = asyncio.create_task(collector.run())

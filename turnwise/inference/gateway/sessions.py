@@ -352,11 +352,6 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    @property
-    def busy(self) -> bool:
-        """Whether any request is being answered."""
-        return any(entry.running for entry in self._by_id.values())
-
     async def _stop(self, entry: GatewaySession) -> None:
         entry.closed = True
         running = [task for task in entry.running if task is not asyncio.current_task()]

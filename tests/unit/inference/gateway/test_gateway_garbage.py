@@ -28,16 +28,20 @@ def _python_collects_again() -> Iterator[None]:
     gc.enable()
 
 
-def started(*, busy: bool, few: int = 100, many: int = 1000, old: int = 100_000) -> GarbageCollector:
-    collector = GarbageCollector(lambda: busy, few=few, many=many, old=old)
+def started(*, busy: bool, least: int = 100) -> GarbageCollector:
+    collector = GarbageCollector(lambda: busy, least=least)
     collector.start()
     return collector
+
+
+def objects(count: int) -> list[list[int]]:
+    return [[number] for number in range(count)]
 
 
 def test_python_itself_collects_nothing_between_start_and_stop() -> None:
     collector = started(busy=False)
     lost = knot()
-    kept = [[number] for number in range(100_000)]
+    kept = objects(100_000)
     assert lost() is not None
     collector.stop()
     del kept
@@ -48,42 +52,51 @@ def test_python_itself_collects_nothing_between_start_and_stop() -> None:
 def test_cycles_are_collected_when_nobody_waits() -> None:
     collector = started(busy=False)
     lost = knot()
-    kept = [[number] for number in range(200)]
+    kept = objects(200)
     collector.look()
     assert lost() is None
     assert len(kept) == 200
 
 
 def test_a_few_new_objects_are_not_worth_a_look() -> None:
-    collector = started(busy=False, few=100_000)
+    collector = started(busy=False, least=100_000)
     lost = knot()
     collector.look()
     assert lost() is not None
 
 
-def test_while_somebody_waits_only_many_objects_are_looked_at() -> None:
-    collector = started(busy=True)
+def test_while_somebody_waits_only_many_objects_are_worth_a_look() -> None:
+    collector = started(busy=True, least=1000)
     lost = knot()
-    kept = [[number] for number in range(200)]
+    kept = objects(2000)
     collector.look()
     assert lost() is not None
-    kept += [[number] for number in range(1000)]
+    kept += objects(3000)
     collector.look()
     assert lost() is None
 
 
-def test_what_became_garbage_after_it_was_looked_at_is_found_once_as_much_has_come_again() -> None:
-    collector = started(busy=False, old=3000)
-    one = Knot()
-    lost = weakref.ref(one)
-    kept: list[list[int]] = []
-    for _ in range(2):
-        kept += [[number] for number in range(1000)]
-        collector.look()
-    del one
+def test_the_next_look_is_due_when_as_many_objects_have_come_as_the_last_one_left() -> None:
+    collector = started(busy=False)
+    kept = objects(20_000)
+    collector.look()
+    lost = knot()
+    kept += objects(10_000)
     collector.look()
     assert lost() is not None
-    kept += [[number] for number in range(2000)]
+    kept += objects(15_000)
+    collector.look()
+    assert lost() is None
+
+
+def test_what_became_garbage_after_it_was_looked_at_is_found_by_the_next_look() -> None:
+    collector = started(busy=False)
+    one = Knot()
+    lost = weakref.ref(one)
+    kept = objects(10_000)
+    collector.look()
+    del one
+    kept += objects(20_000)
     collector.look()
     assert lost() is None
 
@@ -95,7 +108,7 @@ def test_it_looks_by_itself_until_it_is_cancelled() -> None:
         one = Knot()
         weakref.finalize(one, found.set)
         del one
-        kept = [[number] for number in range(200)]
+        kept = objects(200)
         task = asyncio.create_task(collector.run())
         await asyncio.wait_for(found.wait(), 30)
         assert kept
