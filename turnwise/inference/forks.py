@@ -14,7 +14,8 @@ from turnwise.inference.canonical import Canonical
 from turnwise.inference.echo import same
 
 if TYPE_CHECKING:
-    from turnwise.inference.tree import Match, Node, RootKey
+    from turnwise.inference.nodes import Node, RootKey
+    from turnwise.inference.tree import Match
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from turnwise.errors import SessionError
 from turnwise.inference.canonical import Canonical, Canonicalizer, Recognise, canonical_tools
+from turnwise.inference.nodes import RootKey
 from turnwise.inference.template_args import TemplateArguments
-from turnwise.inference.tree import RootKey
 from turnwise.types import Message, ToolCall, ToolSchema
 
 # So many conversations of one session are remembered: an agent and the sub-agents that it talks to in turn.

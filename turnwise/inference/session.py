@@ -26,9 +26,10 @@ from turnwise.inference.forks import fork_reason
 from turnwise.inference.history import History, Offers, snapshot
 from turnwise.inference.ledger import join_deltas
 from turnwise.inference.limits import SessionLimits, room_for
+from turnwise.inference.nodes import Node, RootKey, Sampled, joined, segment_of
 from turnwise.inference.placed import Placed, Recorded
 from turnwise.inference.template_args import template_arguments
-from turnwise.inference.tree import Match, Node, Opened, RootKey, Sampled, Tree, addressed, joined, segment_of
+from turnwise.inference.tree import Match, Opened, Tree, addressed
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import (
@@ -319,7 +320,7 @@ class Session:
         return ids
 
     def _prompt(self, match: Match) -> TokenIds:
-        prompt = match.ids if match.parent is None else joined(match.parent.path(), match.ids)
+        prompt = joined(match.parent, match.ids)
         self._prompt_tokens += len(prompt)
         return prompt
 
@@ -384,7 +385,6 @@ class Session:
                 index=len(self._tree.nodes),
                 parent=parent,
                 sampled=sampled,
-                data=ids.astype(np.int32, copy=False).tobytes(),
                 messages=messages,
                 start=0 if parent is None else parent.end,
                 key=match.key,
@@ -393,5 +393,6 @@ class Session:
                 completion=None if completion is None else Sampled.of(completion),
                 turn_id=turn_id,
                 fork=reason if self._tree.siblings(parent) else None,
-            )
+            ),
+            ids,
         )

@@ -1,6 +1,6 @@
-"""The tree that a session records into: nodes, how a request is found in it, and nothing that writes ids.
+"""The tree that a session records into: how a request is found in it, and nothing that makes ids.
 
-Owns: :class:`Node`, :class:`Match` and :class:`Tree`. Refuses: deciding what is added; only ``session.py`` does that.
+Owns: :class:`Match` and :class:`Tree`. Refuses: deciding what is added; only ``session.py`` does that.
 """
 
 from __future__ import annotations
@@ -8,104 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import NamedTuple
 
 import numpy as np
 
 from turnwise.errors import SessionError
 from turnwise.inference.canonical import Canonical, is_turn
 from turnwise.inference.echo import same, same_context
-from turnwise.inference.template_args import TemplateArguments, argument_values
-from turnwise.trajectory import Segment
-from turnwise.types import Completion, FinishReason, Logprobs, TokenIds, ToolSchema, VersionSpan
-
-_ID_BYTES = np.dtype(np.int32).itemsize
-ToolsKey = tuple[tuple[str, str, str], ...]
-RootKey = tuple[ToolsKey, TemplateArguments]
-"""What a root is one of: its tools, and the arguments that its template is given."""
-
-
-class Sampled(NamedTuple):
-    """What is kept of a completion besides its ids.
-
-    Attributes:
-        logprobs: float32 of shape [tokens].
-        weight_versions: Spans over the ids.
-        finish_reason: How it ended.
-    """
-
-    logprobs: Logprobs
-    weight_versions: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-
-    @classmethod
-    def of(cls, completion: Completion) -> Sampled:
-        """Return what is kept of a completion."""
-        return cls(completion.logprobs, completion.weight_versions, completion.finish_reason)
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A node of the tree. Its ids never change; only ``children`` grows.
-
-    Attributes:
-        index: Place in commit order.
-        parent: The node before it.
-        sampled: Whether the model sampled its ids.
-        data: Its ids as the bytes of an int32 array: half the room of an array, and joined faster.
-        messages: The canonical messages that it means: those one request added, or the one assistant message.
-        start: How many messages stand before it on its path. (A request may use fewer: empty turns may be missing.)
-        key: The tools of its root, and the arguments of its template.
-        tools: The tools, as schemas.
-        turns: How many sampled nodes the path up to and including it holds.
-        children: Nodes after it, in commit order.
-        completion: What was sampled; sampled nodes only.
-        turn_id: Sampled nodes only.
-        fork: Why it is not the only child of its parent.
-    """
-
-    index: int
-    parent: Node | None
-    sampled: bool
-    data: bytes
-    messages: tuple[Canonical, ...]
-    start: int
-    key: RootKey
-    tools: tuple[ToolSchema, ...]
-    turns: int
-    children: tuple[Node, ...] = ()
-    completion: Sampled | None = None
-    turn_id: str | None = None
-    fork: str | None = None
-
-    @property
-    def ids(self) -> TokenIds:
-        """The ids, int32 of shape [tokens], not writeable."""
-        return np.frombuffer(self.data, np.int32)
-
-    @property
-    def tokens(self) -> int:
-        """How many ids it has."""
-        return len(self.data) // _ID_BYTES
-
-    @property
-    def end(self) -> int:
-        """How many messages the path up to and including this node means."""
-        return self.start + len(self.messages)
-
-    @property
-    def may_be_missing(self) -> bool:
-        """Whether a history without this turn means the same."""
-        return self.sampled and self.messages[0].empty
-
-    def path(self) -> list[Node]:
-        """The nodes from the root to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
+from turnwise.inference.nodes import Node, RootKey
+from turnwise.types import TokenIds, ToolSchema
 
 
 @dataclass(slots=True)
@@ -131,11 +41,6 @@ class Match:
     commits: int
     key: RootKey
     tools: tuple[ToolSchema, ...]
-
-
-def joined(path: Sequence[Node], ids: TokenIds) -> TokenIds:
-    """Return the ids of a path and those that follow it, int32 of shape [tokens], not writeable."""
-    return np.frombuffer(b"".join([*(node.data for node in path), ids.tobytes()]), np.int32)
 
 
 def addressed(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:
@@ -220,6 +125,7 @@ class Tree:
         self.roots: list[Node] = []
         self.tokens = 0
         self.turns = 0
+        self._store = bytearray()
         self._trail = _Trail((), ((), ()))
         self._dissolved = False
 
@@ -238,8 +144,8 @@ class Tree:
         """Return the children of a node; of None the roots."""
         return self.roots if parent is None else parent.children
 
-    def add(self, node: Node) -> Node:
-        """Hang a node under its parent.
+    def add(self, node: Node, ids: TokenIds) -> Node:
+        """Hang a node with these ids under its parent.
 
         Raises:
             SessionError: The tree was dissolved.
@@ -250,10 +156,22 @@ class Tree:
         else:
             # A tuple of one, which most are, takes half the room of a list.
             node.parent.children = (*node.parent.children, node)
+        self._keep(node, ids.astype(np.int32, copy=False).tobytes())
         self.nodes.append(node)
         self.tokens += node.tokens
         self.turns += node.sampled
         return node
+
+    def _keep(self, node: Node, data: bytes) -> None:
+        """Append the ids of a node to those of all nodes."""
+        parent = node.parent
+        node.store, node.at = self._store, len(self._store)
+        self._store += data
+        node.to = len(self._store)
+        if parent is not None and parent.to == node.at:
+            node.row, node.before = parent.row, parent.before
+        else:
+            node.row, node.before = node.at, parent
 
     def dissolve(self) -> None:
         """Part all nodes from their children: without cycles they are gone as soon as nobody holds them."""
@@ -271,7 +189,11 @@ class Tree:
             return match.context
         data = match.ids.tobytes()
         for node in self.siblings(match.parent):
-            if node.data == data and node.key == match.key and same_context(node.messages, match.new):
+            if (
+                node.store[node.at : node.to] == data
+                and node.key == match.key
+                and same_context(node.messages, match.new)
+            ):
                 return node
         return None
 
@@ -365,28 +287,3 @@ def _ends(node: Node, start: int, messages: Sequence[Canonical]) -> tuple[tuple[
 
 def _rank(node: Node, used: int) -> tuple[int, int, bool, int]:
     return (node.turns, used, not node.children, node.index)
-
-
-def segment_of(node: Node, *, messages: bool) -> Segment:
-    """Return what a trajectory says of a node, with or without what its ids mean."""
-    completion = node.completion
-    parent = -1 if node.parent is None else node.parent.index
-    meant = tuple(message.to_template() for message in node.messages) if messages else ()
-    if completion is None:
-        tools = tuple(tool.to_json() for tool in node.tools) if parent < 0 else None
-        given = argument_values(node.key[1]) if parent < 0 else {}
-        return Segment(
-            node.index, parent, "context", node.ids, meant, fork=node.fork, tools=tools, template_args=given or None
-        )
-    return Segment(
-        index=node.index,
-        parent=parent,
-        kind="sampled",
-        ids=node.ids,
-        messages=meant,
-        turn_id=node.turn_id,
-        logprobs=completion.logprobs,
-        weight_versions=completion.weight_versions,
-        finish_reason=completion.finish_reason,
-        fork=node.fork,
-    )

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.inference.canonical import Canonical
-from turnwise.inference.tree import Node, Sampled, ToolsKey, Tree
+from turnwise.inference.nodes import Node, Sampled, ToolsKey, joined
+from turnwise.inference.tree import Tree
 from turnwise.types import Completion
 
 KEYS: tuple[ToolsKey, ...] = ((), (("f", "", "{}"),))
@@ -47,15 +48,32 @@ def add(
             index=len(tree.nodes),
             parent=parent,
             sampled=completion is not None,
-            data=np.zeros(1, np.int32).tobytes(),
             messages=tuple(messages),
             start=0 if parent is None else parent.end,
             key=key,
             tools=(),
             turns=(0 if parent is None else parent.turns) + (completion is not None),
             completion=None if completion is None else Sampled.of(completion),
-        )
+        ),
+        np.full(len(tree.nodes) % 4, len(tree.nodes), np.int32),
     )
+
+
+@given(st.lists(st.integers(0, 30), max_size=30))
+def test_the_ids_of_a_path_are_those_of_its_nodes(parents: list[int]) -> None:
+    tree = Tree()
+    for chosen in parents:
+        # The last node most often, so that paths stand in rows; none at all makes another root.
+        parent = tree.nodes[-1 - chosen // 4] if chosen // 4 < len(tree.nodes) else None
+        add(tree, parent, [], ())
+    more = np.array([7, 8], np.int32)
+    assert joined(None, more).tolist() == [7, 8]
+    for node in tree.nodes:
+        assert node.ids.tolist() == [node.index] * (node.index % 4)
+        assert node.tokens == len(node.ids)
+        own = [number for each in node.path() for number in each.ids.tolist()]
+        assert joined(node, more).tolist() == [*own, 7, 8]
+        assert not node.ids.flags.writeable
 
 
 @settings(max_examples=300)
