@@ -17,9 +17,10 @@ import numpy.typing as npt
 from turnwise.errors import InferenceError, SessionError
 from turnwise.inference.answer import check_completion, read_completion
 from turnwise.inference.canonical import Canonical
+from turnwise.inference.nodes import Node, RootKey
 from turnwise.inference.placed import Placed, Recorded
 from turnwise.inference.session import Session
-from turnwise.inference.tree import Match, Node, RootKey
+from turnwise.inference.tree import Match
 from turnwise.segments import Segment
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt, ToolSchema, as_ids
 
@@ -77,7 +78,7 @@ class TokenSession(Session):
         Raises:
             SessionError: The account contradicts what was sampled. Nothing is left out then.
         """
-        kept = {node.index: np.zeros(len(node.ids), np.bool_) for node in self._tree.nodes if node.sampled}
+        kept = {node.index: np.zeros(node.tokens, np.bool_) for node in self._tree.nodes if node.sampled}
         for number, branch in enumerate(branches):
             where = f"output {number}" if len(branches) > 1 else "the output"
             self._hold(branch, where, kept)

@@ -1,7 +1,7 @@
 """Limits of time for what is done with every request.
 
 Owns: :func:`within` and :class:`Deadline`. Nearly every body is there before it is asked for, and nearly every answer
-is taken at once: :func:`asyncio.timeout` alone would take longer than either.
+is taken at once: ``asyncio.timeout`` alone would take longer than either.
 """
 
 from __future__ import annotations
