@@ -40,12 +40,18 @@ class Job:
         home: The folder of ``sft.yaml`` and ``train.yaml``.
         demonstrations: Makes so many conversations from a seed.
         count: How many the warm start sees.
+        width: Of the model.
+        layers: Of the model.
+        warm: key=value for ``sft.yaml``.
     """
 
     name: str
     home: Path
     demonstrations: Callable[[int, int], Awaitable[list[dict[str, Any]]]]
     count: int
+    width: int = 128
+    layers: int = 4
+    warm: tuple[str, ...] = ()
 
 
 def run(job: Job, description: str | None) -> int:
@@ -64,7 +70,7 @@ def run(job: Job, description: str | None) -> int:
     if arguments.fresh and directory.exists():
         shutil.rmtree(directory)
     try:
-        model = warm_start(job, directory, arguments.seed, console)
+        model = warm_start(job, directory, arguments.seed, console, job.warm)
         overrides = [
             f"name={name}",
             f"runs={arguments.runs.absolute()}",
@@ -105,7 +111,7 @@ def warm_start(job: Job, directory: Path, seed: int, console: Console, given: Se
     data = directory / "demonstrations.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parameters = make_model(directory / "initial", rows, seed)
+    parameters = make_model(directory / "initial", rows, seed, width=job.width, layers=job.layers)
     console.print(f"{len(rows)} demonstrations, a model of {parameters:,} parameters", highlight=False)
     overrides = [
         "name=sft",

@@ -19,7 +19,9 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
-def make_model(directory: Path, conversations: list[dict[str, Any]], seed: int) -> int:
+def make_model(
+    directory: Path, conversations: list[dict[str, Any]], seed: int, *, width: int = 128, layers: int = 4
+) -> int:
     """Write a new model to a directory in Hugging Face format; return its number of parameters."""
     directory.mkdir(parents=True, exist_ok=True)
     template = TEMPLATE.read_text()
@@ -37,12 +39,12 @@ def make_model(directory: Path, conversations: list[dict[str, Any]], seed: int) 
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=width // 4,
         max_position_embeddings=512,
         initializer_range=0.04,
         tie_word_embeddings=True,

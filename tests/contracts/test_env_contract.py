@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from turnwise.envs import EnvSpec, calculator, check_env, math
+from turnwise.envs import EnvSpec, calculator, check_env, math, trail
 from turnwise.envs.lookup import tasks
 from turnwise.tasks import Task
 
@@ -38,7 +38,12 @@ CASES = {
     "retail": [(EnvSpec("retail"), None)],
     "search": [(EnvSpec("search"), None)],
     "sql": [(EnvSpec("sql"), None)],
+    "task": [(EnvSpec("task"), Task("a", "say something"))],
     "tool": [(EnvSpec("tool", {"scorer": f"{__name__}:right_length"}), Task("a", "say much", {"least": 30}))],
+    "trail": [
+        (EnvSpec("trail"), None),
+        (EnvSpec("trail", {"steps": 30, "words": 0}), next(trail.tasks(1, split="test"))),
+    ],
     "single_turn": [
         (EnvSpec("single_turn", {"scorer": f"{__name__}:right_length"}), Task("a", "say much", {"least": 3}))
     ],

@@ -14,7 +14,7 @@ from turnwise.tools.limits import CountTokens, OutputLimit
 from turnwise.types import Message
 
 MARKUP: Final = 64
-"""Tokens that are reckoned for what a chat template writes around one message."""
+"""Tokens that are reckoned for what a chat template writes around one message, in a context of at least 1,024."""
 _ANSWER_SHARE: Final = 8
 
 
@@ -29,7 +29,8 @@ def room_for_answers(room: int, context_length: int, max_tokens_per_turn: int | 
         answers: How many answers there are.
     """
     eighth = max(1, context_length // _ANSWER_SHARE)
-    return room - min(max_tokens_per_turn or eighth, eighth) - MARKUP * (answers + 1)
+    markup = min(MARKUP, context_length // 16)
+    return room - min(max_tokens_per_turn or eighth, eighth) - markup * (answers + 1)
 
 
 def fitted(texts: Sequence[str], room: int, count_tokens: CountTokens) -> list[str]:

@@ -57,6 +57,7 @@ _ENVS: dict[str, _Entry] = {
     "sql": _Entry("turnwise.envs.sql:SqlEnv", {}),
     "task": _Entry("turnwise.envs.task:TaskEnv", {}),
     "tool": _Entry("turnwise.envs.task_tools:TaskToolEnv", {}),
+    "trail": _Entry("turnwise.envs.trail:TrailEnv", {}),
 }
 
 

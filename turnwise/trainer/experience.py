@@ -122,9 +122,13 @@ def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> 
     count = max(1, len(members))
     rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
     named: defaultdict[str, float] = defaultdict(float)
+    context: defaultdict[str, float] = defaultdict(float)
     for trajectory in members:
         for _, name, value in trajectory.rewards:
             named[name] += value
+        for name, value in trajectory.metrics.items():
+            if name.startswith("context/"):
+                context[name] += value
     stops = Counter(trajectory.stop_reason.value for trajectory in members)
     metrics = {
         "rollout/turns": sum(sum(1 for _ in each.turns()) for each in members) / count,
@@ -138,4 +142,5 @@ def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> 
             "reward/informative": (len(dead) - sum(dead)) / max(1, len(dead)),
         }
     metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(named.items())}
+    metrics |= {name: total / count for name, total in sorted(context.items())}
     return metrics | {f"stop/{name}": number / count for name, number in sorted(stops.items())}

@@ -11,14 +11,14 @@ from support.chat_models import renderer_for
 from support.context_episodes import Library, Played, play, reads, say
 from support.toy_renderer import ToyRenderer
 from turnwise.agents.context.config import ContextConfig
-from turnwise.agents.context.sub_agent import _schema
+from turnwise.agents.context.sub_agent import schema_of
 from turnwise.envs.core import StepResult
 from turnwise.errors import InferenceError
 from turnwise.tools.core import function_tool
 
 DONE = say("42")
 SUB = {"sub_agent": {"prompt": "You help."}}
-DELEGATE = _schema(ContextConfig.model_validate(SUB).sub_agent)
+DELEGATE = schema_of(ContextConfig.model_validate(SUB).sub_agent)
 
 
 def give(*tasks: str):
@@ -115,7 +115,7 @@ async def test_a_call_that_cannot_be_used_is_answered_by_an_error(tmp_path, argu
         ([say("")], {}, "no_answer"),
         ([say("x" * 400)], {"max_tokens_per_turn": 200}, "max_tokens"),
         (reads(1, 2, 3), {}, "max_turns"),
-        (reads(1, 2, 3), {"context_length": 700}, "context_overflow"),
+        (reads(1, 2, 3), {"context_length": 450}, "context_overflow"),
     ],
 )
 async def test_what_ended_a_sub_agent_is_its_answer(tmp_path, lines, limits, word):

@@ -106,7 +106,7 @@ class Team:
     ) -> Conversation:
         own = self._config.sub_agent
         if own is not None and depth < own.max_depth:
-            tools = [*tools, _schema(own)]
+            tools = [*tools, schema_of(own)]
         return Conversation(self._episode, self._config, head, tools, depth=depth, fork=fork)
 
     def _delegation(self, depth: int, own: SubAgentConfig) -> ToolRunner:
@@ -119,7 +119,7 @@ class Team:
                 self._episode.count({"context/failed_sub_agents": 1.0})
             return response
 
-        return ToolRunner({own.name: FunctionTool(delegate, schema=_schema(own), max_output=None)})
+        return ToolRunner({own.name: FunctionTool(delegate, schema=schema_of(own), max_output=None)})
 
     async def _work(self, task: str, depth: int, own: SubAgentConfig) -> ToolResponse:
         head: list[Message] = [{"role": "system", "content": own.prompt}, {"role": "user", "content": task}]
@@ -156,7 +156,8 @@ def _check(own: SubAgentConfig, known: Sequence[str]) -> None:
         )
 
 
-def _schema(own: SubAgentConfig) -> ToolSchema:
+def schema_of(own: SubAgentConfig) -> ToolSchema:
+    """Return what the model is told of the tool that starts a sub-agent."""
     task = {"type": "string", "description": "What is to be done, with all that must be known for it."}
     parameters = {"type": "object", "properties": {"task": task}, "required": ["task"], "additionalProperties": False}
     return ToolSchema(own.name, own.description, parameters)

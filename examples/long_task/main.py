@@ -1,0 +1,36 @@
+"""A task that is longer than the model's context, learned by an agent that drops old results of tools.
+
+The steps are those of every job on a small model (``../small_model/job.py``): demonstrations of a teacher that is
+mostly wrong, on short trails (``teacher.py``), a warm start on them (``sft.yaml``), and reinforcement learning on
+longer ones (``train.yaml``). The held-out trails are longer than the context. An agent that drops nothing:
+
+    python examples/long_task/main.py --name without rollout.agent.config.context.drop_tool_results=null
+
+``--smoke`` does all of it with next to no training, in seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SMOKE = ["steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1", "checkpoint.every=1"]
+
+
+def main() -> int:
+    sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
+    from job import Job, run
+    from teacher import demonstrations
+
+    smoke = "--smoke" in sys.argv
+    if smoke:
+        sys.argv.remove("--smoke")
+        sys.argv += SMOKE
+    warm = ("steps=2", "conversations=4", "schedule.warmup_steps=0") if smoke else ()
+    job = Job("trail", HERE, demonstrations, count=40 if smoke else 5120, width=64, layers=2, warm=warm)
+    return run(job, __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
