@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,31 @@ class Kept:
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     mask: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A branch as it was read: its name in errors, all its ids, how many of them are the prompt, which are wanted."""
+
+    where: str
+    ids: TokenIds
+    prompt_tokens: int
+    wanted: npt.NDArray[np.bool_]
+
+    @property
+    def last(self) -> int:
+        """Where its last wanted id is, -1 where it wants none."""
+        return int(np.flatnonzero(self.wanted)[-1]) if self.wanted.any() else -1
+
+
+class _Way(NamedTuple):
+    """A path along which the ids of a branch were seen, as far as they were: its last node, how many ids, and its
+    sampled nodes with the places of the ids that are theirs.
+    """
+
+    tail: int
+    reach: int
+    turns: list[tuple[Node, int, int]]
 
 
 class TokenSession(Session):
@@ -78,10 +104,14 @@ class TokenSession(Session):
         Raises:
             SessionError: The account contradicts what was sampled. Nothing is left out then.
         """
+        claims = [
+            _claim(branch, f"output {number}" if len(branches) > 1 else "the output")
+            for number, branch in enumerate(branches)
+        ]
         kept = {node.index: np.zeros(node.tokens, np.bool_) for node in self._tree.nodes if node.sampled}
-        for number, branch in enumerate(branches):
-            where = f"output {number}" if len(branches) > 1 else "the output"
-            self._hold(branch, where, kept)
+        # Whatever says all that a branch says also says the beginning of it: the longer one has less to choose from.
+        for claim in sorted(claims, key=lambda each: each.last, reverse=True):
+            self._hold(claim, kept)
         spoken = {node.index for node in self._tree.nodes if node.sampled and node.key != _KEY}
         self._left_out = {index: ~mask for index, mask in kept.items() if index not in spoken and not mask.all()}
 
@@ -148,54 +178,47 @@ class TokenSession(Session):
 
     # An agent's account
 
-    def _hold(self, branch: Kept, where: str, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
-        """Find a branch in the tree, and note which of its sampled ids it keeps."""
-        prompt, response = _ids(f"{where}: prompt_ids", branch.prompt_ids), as_ids(branch.response_ids)
-        mask = np.asarray(branch.mask)
-        if mask.shape != response.shape or not np.isin(mask, (0, 1)).all():
-            raise SessionError(
-                f"{where}: response_mask has {mask.size} entries and response_ids {response.size}: give one for each "
-                "id, 1 where the model sampled it and 0 where it did not"
-            )
-        ids = np.concatenate([prompt, response])
-        wanted = np.concatenate([np.zeros(len(prompt), np.bool_), mask.astype(np.bool_)])
-        missing = wanted.copy()
-        for path, reach in self._paths_of(ids, kept):
-            start = 0
-            for node in path:
-                end = min(start + len(node.ids), reach)
-                if node.sampled:
-                    kept[node.index][: end - start] |= missing[start:end]
-                    missing[start:end] = False
-                start = end
+    def _hold(self, claim: _Claim, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
+        """Find a branch in the tree, and note which of its sampled ids it keeps.
+
+        Several ways are needed where a completion was gone on with as a prompt of its own.
+        """
+        missing = claim.wanted.copy()
+        ways = self._ways_of(claim.ids)
+        while missing.any():
+            way = max(ways, key=lambda each: _worth(each, missing, kept), default=None)
+            if way is None or not any(missing[start:end].any() for _, start, end in way.turns):
+                break
+            for node, start, end in way.turns:
+                kept[node.index][: end - start] |= missing[start:end]
+                missing[start:end] = False
         wrong = np.flatnonzero(missing)
         if len(wrong):
             at = int(wrong[0])
             raise SessionError(
-                f"{where}: response_mask is 1 at {at - len(prompt)} (id {int(ids[at])}, {len(wrong)} such ids), but "
-                f"the model did not sample it there: {self._said_there(ids, at)}. Append the ids of generate() as "
-                "they came, and mark everything else with 0"
+                f"{claim.where}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.ids[at])}, "
+                f"{len(wrong)} such ids), but the model did not sample it there: {self._said_there(claim.ids, at)}. "
+                "Append the ids of generate() as they came, and mark everything else with 0"
             )
 
-    def _paths_of(self, ids: TokenIds, kept: dict[int, npt.NDArray[np.bool_]]) -> list[tuple[list[Node], int]]:
-        """Return the paths along which these ids were seen, and how far: the one that reaches farthest first.
-
-        Among equal ones the path comes first whose turns no other branch holds yet: the model may say the same twice.
-        Several are needed where a completion was gone on with as a prompt of its own.
-        """
-        found: list[tuple[tuple[int, int, int], list[Node]]] = []
-        pending: list[tuple[Node, int]] = [(node, 0) for node in self._below(None)]
+    def _ways_of(self, ids: TokenIds) -> list[_Way]:
+        """Return the paths along which these ids were seen, each as far as it goes, that hold something sampled."""
+        found: list[_Way] = []
+        pending: list[tuple[Node, _Way]] = [(node, _Way(-1, 0, [])) for node in self._below(None)]
         while pending:
-            node, start = pending.pop()
+            node, before = pending.pop()
+            start = before.reach
             end = start + _common(node.ids, ids[start:])
             if end == start:
                 continue
-            path = node.path()
-            fresh = sum(not kept[each.index].any() for each in path if each.sampled)
-            found.append(((end, fresh, node.index), path))
-            if end == start + len(node.ids):
-                pending.extend((child, end) for child in node.children)
-        return [(path, place[0]) for place, path in sorted(found, key=lambda each: each[0], reverse=True)]
+            turns = [*before.turns, (node, start, end)] if node.sampled else before.turns
+            way = _Way(node.index, end, turns)
+            whole = end == start + node.tokens
+            on = [child for child in node.children if whole and end < len(ids) and child.ids[0] == ids[end]]
+            pending.extend((child, way) for child in on)
+            if turns and not on:
+                found.append(way)
+        return found
 
     def _said_there(self, ids: TokenIds, at: int) -> str:
         """Say what the model did where an account says that it sampled an id."""
@@ -210,6 +233,38 @@ class TokenSession(Session):
         if at < len(whole):
             return f"it sampled {int(whole[at])}" if at >= len(whole) - len(closest.ids) else "it was shown that id"
         return f"turn {closest.turn_id} ended before it"
+
+
+def _claim(branch: Kept, where: str) -> _Claim:
+    prompt, response = _ids(f"{where}: prompt_ids", branch.prompt_ids), as_ids(branch.response_ids)
+    mask = np.asarray(branch.mask)
+    if mask.shape != response.shape or not np.isin(mask, (0, 1)).all():
+        raise SessionError(
+            f"{where}: response_mask has {mask.size} entries and response_ids {response.size}: give one for each "
+            "id, 1 where the model sampled it and 0 where it did not"
+        )
+    wanted = np.concatenate([np.zeros(len(prompt), np.bool_), mask.astype(np.bool_)])
+    return _Claim(where, np.concatenate([prompt, response]), len(prompt), wanted)
+
+
+def _worth(
+    way: _Way, missing: npt.NDArray[np.bool_], kept: dict[int, npt.NDArray[np.bool_]]
+) -> tuple[int, bool, int, int, int, int]:
+    """Return by what the way is chosen that the missing ids of a branch came; the largest is best.
+
+    First that it holds the last of them, and that no other branch holds that one yet: the model may say the same twice.
+    Then that its turns are missing as a whole: a completion may begin with all that another one says. Then how many ids
+    it holds that no other branch does, how far it goes along, and which was committed last.
+    """
+    last, fresh, torn, found = -1, False, 0, 0
+    for node, start, end in way.turns:
+        here = np.flatnonzero(missing[start:end])
+        if len(here):
+            free = ~kept[node.index][here]
+            last, fresh = start + int(here[-1]), bool(free[-1])
+            torn += len(here) < node.tokens
+            found += int(free.sum())
+    return last, fresh, -torn, found, way.reach, way.tail
 
 
 def _ids(what: str, values: Sequence[int]) -> TokenIds:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.audited import assert_sound
@@ -19,6 +19,7 @@ from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.session import SessionLimits
 from turnwise.inference.token_session import Kept, TokenSession
+from turnwise.segments import Segment
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import SamplingParams
 
@@ -190,6 +191,54 @@ async def test_the_same_answer_twice_is_two_answers() -> None:
     assert left_out(session) == [None] * 3
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("later_is_longer", [False, True])
+async def test_an_answer_that_another_one_begins_with_is_its_own(order, later_is_longer) -> None:
+    lengths = [1, 3] if later_is_longer else [3, 1]
+    session = scripted([A, B, END], [A, B, END])
+    for length in lengths:
+        await session.generate([C], SamplingParams(max_tokens=length))
+    session.keep([Kept([C], [A, B, END][: lengths[n]], [1] * lengths[n]) for n in order])
+    assert left_out(session) == [None, None]
+    # The short one alone is the one that ended there, not the beginning of the other.
+    session.keep([Kept([C], [A], [1])])
+    assert left_out(session) == [None if length == 1 else ((0, 3),) for length in lengths]
+
+
+async def test_a_cut_answer_leaves_the_longer_ones_to_the_branches_that_go_on() -> None:
+    session = scripted([A, B, END], [A, D, END])
+    for _ in range(2):
+        await session.generate([C])
+    session.keep([Kept([C], [A], [1]), Kept([C], [A, D, END], [1, 1, 1])])
+    assert left_out(session) == [((1, 3),), None]
+    # Where the answer is said to be cut twice, it is cut twice: each output has a sampled id of its own.
+    session.keep([Kept([C], [A], [1])] * 2)
+    assert left_out(session) == [((1, 3),)] * 2
+
+
+async def test_an_answer_that_stands_within_another_one_is_its_own() -> None:
+    session = scripted([B, B, END], [B, END])
+    await session.generate([A])
+    await session.generate([A, B], SamplingParams(max_tokens=1))
+    # The agent put an id behind it, with which the ids are those of the first answer.
+    within = Kept([A, B], [B, END], [1, 0])
+    session.keep([within])
+    assert left_out(session) == [((0, 3),), None]
+    for branches in ([within, Kept([A], [B, B, END], [1] * 3)], [Kept([A], [B, B, END], [1] * 3), within]):
+        session.keep(branches)
+        assert left_out(session) == [None, None]
+
+
+async def test_branches_of_the_same_ids_are_held_with_what_they_went_on_from() -> None:
+    session = scripted([A, END], [A, END], [B, END], [B, END])
+    for prompt in ([C], [C], [C, A, END, D], [C, A, END, D]):
+        await session.generate(prompt)
+    whole = Kept([C], [A, END, D, B, END], [1, 1, 0, 1, 1])
+    session.keep([whole] * 2)
+    # Both were asked behind the second answer, which is trained once; nobody speaks of the first.
+    assert left_out(session) == [((0, 2),), None, None, None]
+
+
 MOVES = st.lists(
     st.tuples(
         st.sampled_from(["on", "again", "back", "new", "cut"]), st.lists(st.integers(A, B), min_size=1, max_size=2)
@@ -200,12 +249,13 @@ MOVES = st.lists(
 
 
 @settings(max_examples=60)
-@given(MOVES, st.data())
-def test_whatever_is_asked_is_recorded_and_trained_once(moves, data) -> None:
-    asyncio.run(_walk(moves, data))
+@given(MOVES, st.lists(st.integers(0, 6), unique=True, max_size=7))
+@example([("cut", [A]), ("again", [A]), ("back", [A])], [0, 1, 2])
+def test_whatever_is_asked_is_recorded_and_trained_once(moves, keep) -> None:
+    asyncio.run(_walk(moves, keep))
 
 
-async def _walk(moves, data) -> None:
+async def _walk(moves, keep) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ledger = LedgerClient(
             ScriptedClient(ToyRenderer(), lambda request: [A + request.number % 2, B, END]),
@@ -225,7 +275,7 @@ async def _walk(moves, data) -> None:
             if move != "again":
                 prompt = [*prompt, *sampled, *(extra if move == "on" else [])]
         await ledger.close()
-        chosen = data.draw(st.lists(st.sampled_from(range(len(branches))), unique=True))
+        chosen = [number for number in keep if number < len(branches)]
         if chosen:
             session.keep([Kept(branches[n][0], branches[n][1], [1] * len(branches[n][1])) for n in chosen])
         trajectory = Trajectory("s", "e", "g", "t", segments=session.segments())
@@ -235,9 +285,22 @@ async def _walk(moves, data) -> None:
         rows = to_samples(trajectory).rows
         assert sum(row.trained_tokens for row in rows) == wanted
         assert report.counts["ids trained once"] == wanted
+        # Each of them is trained as a whole, behind the prompt that it answered; of the others nothing is.
+        trained = [s for s in trajectory.segments if s.trained.any()]
+        assert all(s.trained.all() for s in trained)
+        said = Counter((tuple(branches[n][0]), tuple(branches[n][1])) for n in chosen or range(len(branches)))
+        assert Counter((_prompt_of(trajectory, s), tuple(s.ids.tolist())) for s in trained) == said
         seen = Counter(tuple(ids) for _, ids in branches)
         held = Counter(tuple(s.ids.tolist()) for s in trajectory.segments if s.sampled)
         assert held == seen
         for row in rows:
             assert (row.rollout_logprobs[row.loss_mask] < 0).all()
             assert np.isfinite(row.rollout_logprobs).all()
+
+
+def _prompt_of(trajectory: Trajectory, segment: Segment) -> tuple[int, ...]:
+    ids: list[int] = []
+    while segment.parent >= 0:
+        segment = trajectory.segments[segment.parent]
+        ids = segment.ids.tolist() + ids
+    return tuple(ids)
