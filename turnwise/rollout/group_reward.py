@@ -150,12 +150,15 @@ class GroupRewarder:
 
 
 def _compared(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Return the main trajectories as one list, else those of the trained policy by the group they are compared in."""
-    main = [each for each in trajectories if each.agent == "main"]
+    """Return the main trajectories of the trained policy as one list, else all of it by the group they are compared in.
+
+    What a frozen policy did is compared with nothing, also where it is a frozen one that plays ``main``.
+    """
+    trained = [each for each in trajectories if each.policy == TRAINED]
+    main = [each for each in trained if each.agent == "main"]
     if main:
         return [main]
     groups: defaultdict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        if trajectory.policy == TRAINED:
-            groups[trajectory.group_id].append(trajectory)
+    for trajectory in trained:
+        groups[trajectory.group_id].append(trajectory)
     return list(groups.values())

@@ -42,7 +42,7 @@ def loss_weights(
     in nothing; a trajectory counts once, however many rows (branches) it has. A sequence is one row, so in the modes
     of sequences a trajectory with more branches weighs more.
 
-    ``token_mean``: weight 1, divided by the number of trained tokens (Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 8).
+    ``token_mean``: weight 1, divided by the number of trained tokens (Yu et al. 2025, DAPO, arXiv:2503.14476).
     ``seq_mean_token_mean``: the mean over a row's tokens, averaged over rows (DeepSeekMath, arXiv:2402.03300, eq. 3,
     where every trajectory is one row).
     ``seq_mean_token_sum``: the sum over a row's tokens, averaged over rows.

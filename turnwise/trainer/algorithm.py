@@ -187,25 +187,30 @@ class AlgorithmConfig(BaseModel):
         """Return the estimator with its options.
 
         Raises:
-            RegistryError: There is no such estimator, not with these options, or not for rollouts as they are made.
+            RegistryError: There is no such estimator, or not with these options.
         """
         function = advantage_fn(self.advantage)
         taken = inspect.signature(function).parameters
-        common = {"norm_by_std": self.norm_by_std, "eps": self.std_eps}
-        chosen = bind(
+        common: dict[str, Any] = {}
+        for key, name, value in (("norm_by_std", "norm_by_std", self.norm_by_std), ("std_eps", "eps", self.std_eps)):
+            given = value != AlgorithmConfig.model_fields[key].default
+            if given and name in self.advantage_options:
+                other = self.advantage_options[name]
+                raise RegistryError(f"{key} is {value} here and {other!r} in algorithm.advantage_options: give it once")
+            if given and name not in taken:
+                raise RegistryError(
+                    f"{key} is {value}, but the estimator {self.advantage!r} does not read it: remove it"
+                )
+            if name in taken:
+                common[name] = value
+        return bind(
             self.advantage,
             function,
-            {name: value for name, value in common.items() if name in taken} | self.advantage_options,
+            common | self.advantage_options,
             key="algorithm.advantage_options",
             arguments=ADVANTAGE_ARGUMENTS,
             data=ADVANTAGE_DATA,
         )
-        if "baselines" in chosen.reads:
-            raise RegistryError(
-                f"algorithm.advantage is {self.advantage!r}, which needs the reward of a greedy rollout of each task, "
-                "and training makes none; rloo is the nearest that needs no more than the group"
-            )
-        return chosen
 
     def chosen_loss(self) -> Chosen:
         """Return the loss with its options.
@@ -214,7 +219,7 @@ class AlgorithmConfig(BaseModel):
             RegistryError: There is no such loss, or not with these options.
         """
         loss = find_loss(self.loss)
-        return bind(
+        chosen = bind(
             self.loss,
             loss.function,
             self._options(in_selection=False),
@@ -222,6 +227,12 @@ class AlgorithmConfig(BaseModel):
             arguments=LOSS_ARGUMENTS,
             data=LOSS_DATA,
         )
+        if "selected" in chosen.reads and loss.select is None:
+            raise RegistryError(
+                f"algorithm.loss is {self.loss!r}, which asks for selected, but nothing selects tokens for it: name a "
+                "turnwise.trainer.losses.Loss with the function and its select"
+            )
+        return chosen
 
     def chosen_selection(self) -> Chosen | None:
         """Return how the loss selects tokens of a step, with its options; None where it does not.

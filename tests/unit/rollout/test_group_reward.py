@@ -18,13 +18,14 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError
 from turnwise.evaluation.metrics import summarize
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, ToolCall, text_of
 
 GATES: dict[str, asyncio.Event] = {}
@@ -83,6 +84,10 @@ def short(task, trajectories):
 
 def not_finite(task, trajectories):
     return [float("nan")] * len(trajectories)
+
+
+async def one_each(task, trajectories):
+    return [1.0] * len(trajectories)
 
 
 def no_list(task, trajectories):
@@ -149,6 +154,17 @@ async def test_only_members_that_ended_well_are_compared():
     assert SEEN == [("hurt", ["x", "xxx"])]
     assert (group.failed, [each.reward for each in group.trajectories]) == (1, [11.0, 33.0])
     assert sorted(each.error is not None for each in written) == [False, False, True]
+
+
+async def test_where_a_frozen_policy_plays_main_the_trained_one_is_rewarded():
+    rewarder = GroupRewarder(GroupRewardConfig(function=ref(one_each)), write=None, save_messages=True, executor=None)
+    members = [
+        Trajectory(f"g/{n}.0.{agent}", f"g/{n}.0", f"g/{agent}", "t", agent=agent, policy=policy)
+        for n in range(2)
+        for agent, policy in (("main", "rival"), ("critic", "main"))
+    ]
+    group = await rewarder.reward(Task("t", "go"), TrajectoryGroup("g", "t", members))
+    assert [(one.agent, one.reward) for one in group.trajectories] == [("main", 0.0), ("critic", 1.0)] * 2
 
 
 @pytest.mark.parametrize(

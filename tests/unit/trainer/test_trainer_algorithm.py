@@ -101,6 +101,9 @@ def a_mean(logprobs, old_logprobs, advantages, weights):
 
 def a_tensor(logprobs, old_logprobs, advantages, weights):
     return logprobs.sum()
+
+def choosy(logprobs, old_logprobs, advantages, weights, *, selected):
+    return LossSums((weights * logprobs)[selected].sum())
 """
 
 
@@ -156,6 +159,9 @@ def test_a_loss_of_the_users_is_one_line(tmp_path: Path, model_dir: Models, rows
         update(model_dir(), rows, loss=f"{file}:a_mean")
     with pytest.raises(Exception, match="returned a Tensor; it must return"):
         update(model_dir(), rows, loss=f"{file}:a_tensor")
+    # Only a Loss can say how tokens are selected.
+    with pytest.raises(ValidationError, match="asks for selected, but nothing selects tokens for it"):
+        AlgorithmConfig.model_validate({"loss": f"{file}:choosy"})
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

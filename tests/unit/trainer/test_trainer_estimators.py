@@ -120,7 +120,7 @@ def test_remax_subtracts_the_greedy_reward() -> None:
     assert found.dead.tolist() == [False, False, True, False]
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"reinforce_plus_plus", "remax"}))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"reinforce_plus_plus"}))
 def test_groups_that_teach_nothing_have_zero(name: str) -> None:
     data = {"lengths": torch.arange(1, 9), "components": {"score": REWARDS}}
     reads = inspect.signature(ADVANTAGES[name]).parameters
@@ -198,7 +198,7 @@ def test_gigpo_compares_turns_from_the_same_state() -> None:
 
 
 def test_every_estimator_names_its_paper_and_is_a_page() -> None:
-    for function in (*ADVANTAGES.values(), gae, returns_to_go, gigpo):
+    for function in (*ADVANTAGES.values(), remax, gae, returns_to_go, gigpo):
         text = inspect.getdoc(function) or ""
         assert re.search(r"arXiv:\d{4}\.\d{4,5}", text), function
         assert "``" in text, function
@@ -210,7 +210,14 @@ def test_every_estimator_names_its_paper_and_is_a_page() -> None:
     ("given", "message"),
     [
         ({"advantage": "rlo"}, "algorithm.advantage is 'rlo'; did you mean 'rloo'"),
-        ({"advantage": "remax"}, "needs the reward of a greedy rollout of each task, and training makes none"),
+        # It needs greedy rollouts, which training does not make.
+        ({"advantage": "remax"}, "algorithm.advantage is 'remax'; "),
+        (
+            {"advantage": "rloo", "norm_by_std": False},
+            "norm_by_std is False, but the estimator 'rloo' does not read it",
+        ),
+        ({"advantage": "dr_grpo", "std_eps": 0.1}, "std_eps is 0.1, but the estimator 'dr_grpo' does not read it"),
+        ({"std_eps": 0.1, "advantage_options": {"eps": 0.2}}, "std_eps is 0.1 here and 0.2 in"),
         ({"advantage": "gpg"}, "set algorithm.drop_zero_variance to false"),
         (
             {"advantage": "gdpo", "advantage_options": {"reward_weight": {}}},

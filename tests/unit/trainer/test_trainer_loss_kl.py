@@ -77,7 +77,7 @@ def test_the_adaptive_coefficient() -> None:
 
 
 def test_unknown_names_and_papers() -> None:
-    with pytest.raises(RegistryError, match=r"algorithm.kl.estimator is 'k4'; known: k1, abs, k2, k3, k1\+"):
+    with pytest.raises(RegistryError, match=r"the KL estimator is 'k4'; known: k1, abs, k2, k3, k1\+"):
         kl_estimate("k4", torch.zeros(1), torch.zeros(1))
     for name, function in KL_ESTIMATORS.items():
         assert re.search(r"Schulman.*joschu\.net", function.__doc__ or "", re.DOTALL), name

@@ -19,9 +19,9 @@ from turnwise.trainer.registry import find
 AdvantageFn: TypeAlias = Callable[..., Advantages]
 
 ADVANTAGE_ARGUMENTS = ("rewards", "groups")
-ADVANTAGE_DATA = ("lengths", "components", "baselines")
+ADVANTAGE_DATA = ("lengths", "components")
 """What an estimator may ask for by name: sampled tokens of each trajectory, shape [n]; rewards by their name, each of
-shape [n]; rewards of greedy rollouts of their tasks, shape [n]."""
+shape [n]."""
 
 ADVANTAGES: dict[str, AdvantageFn] = {
     "grpo": grpo,
@@ -33,9 +33,8 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "gpg": gpg,
     "passk": passk,
     "gdpo": gdpo,
-    "remax": remax,
 }
-"""Estimators by the name that a configuration uses."""
+"""Estimators by the name that a configuration uses. ``remax`` is none: it reads greedy rollouts, and none are made."""
 
 
 def advantage_fn(name: str) -> AdvantageFn:

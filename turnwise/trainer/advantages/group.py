@@ -18,9 +18,9 @@ from turnwise.trainer.advantages.core import Advantages, Groups, Positive
 def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: Positive = 1e-4) -> Advantages:
     """Group-relative advantages.
 
-    For member i of group g: ``A_i = (r_i - mean_g) / (std_g + eps)``, std with Bessel's correction (n - 1), as in
-    Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), eq. 4. Without ``norm_by_std``: ``A_i = r_i - mean_g``, as in
-    Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2.
+    For member i of group g: ``A_i = (r_i - mean_g) / (std_g + eps)``: Shao et al. 2024, DeepSeekMath
+    (arXiv:2402.03300), section 4.1.2. Std is that with n - 1, of which the paper says nothing. Without ``norm_by_std``:
+    ``A_i = r_i - mean_g``, as in Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2.
 
     Args:
         rewards: Shape [n].
@@ -53,7 +53,7 @@ def rloo(rewards: Tensor, groups: Tensor) -> Advantages:
     """Leave-one-out: a trajectory against the mean of the others of its group.
 
     ``A_i = r_i - 1/(n-1) sum_(j != i) r_j = n/(n-1) (r_i - mean_g)``: Ahmadian et al. 2024, Back to Basics
-    (arXiv:2402.14740), section 4.2, after Kool et al. 2019.
+    (arXiv:2402.14740), after Kool et al. 2019.
 
     Args:
         rewards: Shape [n].

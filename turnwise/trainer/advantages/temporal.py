@@ -27,7 +27,7 @@ def gae(
     """Generalised advantage estimation of one row, across what was not sampled.
 
     ``delta_t = r_t + gamma V_(t+1) - V_t``, ``A_t = delta_t + gamma lam A_(t+1)``, returns ``A_t + V_t``: Schulman et
-    al. 2015 (arXiv:1506.02438), eq. 11, 12 and 16. t+1 is the next sampled token: observations in between are no steps,
+    al. 2015 (arXiv:1506.02438), eq. 16. t+1 is the next sampled token: observations in between are no steps,
     neither discounted nor asked for a value.
 
     Args:

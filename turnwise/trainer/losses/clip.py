@@ -28,8 +28,8 @@ def ppo_clip_loss(
 
     ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))`` and per token
     ``L = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))``: Schulman et al. 2017, PPO
-    (arXiv:1707.06347), eq. 7, with separate bounds as in DAPO (arXiv:2503.14476), eq. 8. With ``dual_clip`` c > 1
-    and A < 0 the loss is at most ``-A * c``: Ye et al. 2020 (arXiv:1912.09729), eq. 5. The sum is
+    (arXiv:1707.06347), eq. 7, with separate bounds as in DAPO (arXiv:2503.14476). With ``dual_clip`` c > 1
+    and A < 0 the loss is at most ``-A * c``: Ye et al. 2020 (arXiv:1912.09729). The sum is
     ``sum(weights * L)``.
 
     Args:

@@ -70,7 +70,7 @@ def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     estimator = KL_ESTIMATORS.get(name.removesuffix("+"))
     if estimator is None:
         known = ", ".join([*KL_ESTIMATORS, *(f"{each}+" for each in KL_ESTIMATORS)])
-        raise RegistryError(f"algorithm.kl.estimator is {name!r}; known: {known}")
+        raise RegistryError(f"the KL estimator is {name!r}; known: {known}")
     value = estimator(logprobs, ref_logprobs.detach())
     if not name.endswith("+"):
         return value

@@ -26,9 +26,9 @@ def gspo_loss(
 
     ``s_i = exp(mean_t log ratio_t)`` over the tokens of sequence i, and per token ``s_it = sg[s_i] * p_t / sg[p_t]``
     (equal in value, each token with a gradient of its own); ``L = max(-A * s_it, -A * clip(s_it, 1 - clip_low,
-    1 + clip_high))``: Zheng et al. 2025, GSPO (arXiv:2507.18071), eq. 7 with the token form of eq. 13, which also
-    takes advantages that differ within a sequence. The sum is ``sum(weights * L)``; eq. 5 is the aggregation
-    ``seq_mean_token_mean``.
+    1 + clip_high))``: Zheng et al. 2025, GSPO (arXiv:2507.18071), eq. 7 in the form of GSPO-token, which also
+    takes advantages that differ within a sequence. The sum is ``sum(weights * L)``; the paper's objective
+    is the aggregation ``seq_mean_token_mean``.
 
     Args:
         logprobs: Shape [N], of the policy being trained; gradients flow through it.
