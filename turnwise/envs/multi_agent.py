@@ -125,7 +125,8 @@ class MultiAgentEnv(ToolEnv):
         return await super().call(self._allowed(self._acting(), call))
 
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - ``payoff`` knows what was said
-        """Return what :meth:`payoff` says.
+        """Return what :meth:`payoff` says, and what was paid since the last move: where a limit ends the episode, no
+        step is left to say it.
 
         Raises:
             EnvError: It broke its contract, or names somebody who is no agent.
@@ -133,9 +134,12 @@ class MultiAgentEnv(ToolEnv):
         found = self.payoff()
         where = f"{type(self).__qualname__}.payoff returned"
         parts = agent_parts(await found if inspect.isawaitable(found) else found, "score", where)
-        for agent in parts:
+        for agent, scores in parts.items():
             self._known(agent, "payoff")
-        return ScoreParts(agents=parts)
+            for part, value in scores.items():
+                self.pay(agent, value, part)
+        paid, self._paid = self._paid, {}
+        return ScoreParts(agents=paid)
 
     async def _end(self, agent: str, action: Message) -> StepResult:
         self._over = True

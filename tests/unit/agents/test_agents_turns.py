@@ -116,6 +116,33 @@ async def test_a_tool_of_another_agent_is_answered_and_not_run() -> None:
     assert outcome.trajectories[0].metrics["tool_errors"] == 1
 
 
+class Paid(Riddle):
+    """Looking into the book is worth something at once."""
+
+    @function_tool(inline=True)
+    def look(self) -> str:
+        """Look into the book."""
+        self.pay("solver/0", 0.25, "read")
+        return "it says 42"
+
+
+async def test_what_a_tool_paid_is_not_lost_where_a_limit_ends_the_episode() -> None:
+    env = Paid()
+    await env.reset(seed=0)
+    await env.step({"role": "assistant", "content": "What is it?"})
+    await env.step(calls("look"))
+    assert (await env.score(None)).agents == {"solver/0": {"read": 0.25}, "asker": {"fun": 2.0}}
+    # With its move it is said once, beside what the end is worth.
+    await env.reset(seed=0)
+    await env.step({"role": "assistant", "content": "What is it?"})
+    await env.step(calls("look"))
+    moved = await env.step({"role": "assistant", "content": "42"})
+    assert moved.info["rewards"] == {"read": 0.25}
+    last = await env.step({"role": "assistant", "content": "41"})
+    assert last.info["rewards"] == {"score": 0.0}
+    assert last.info["agent_rewards"] == {"asker": {"asked": 0.5, "fun": 2.0}, "solver/0": {"score": 1.0}}
+
+
 async def test_the_budget_of_one_ends_the_episode_for_all() -> None:
     outcome, _ = await run(lines={"0": [calls("look")] * 9}, max_turns=3)
     assert outcome.error is None
