@@ -100,6 +100,16 @@ def test_gmpo_clips_tokens_then_takes_the_geometric_mean() -> None:
     assert result.sums["clip_fraction"].item() == 1
 
 
+def test_gmpo_moves_each_token_by_its_own_advantage() -> None:
+    # One sequence at ratios 2 and 1/2, G = 1: gradients -A G / 2 of each token's own A, none where A is 0.
+    _, grad = loss(
+        "gmpo", [2.0, 0.5], [2.0, -1.0], [0.5] * 2, sequences=torch.tensor([0, 0]), clip_low=1.0, clip_high=1.0
+    )
+    assert grad == pytest.approx([-1.0, 0.5])
+    _, last = loss("gmpo", [1.0, 1.0, 1.0], [0.0, 0.0, 1.0], [1 / 3] * 3, sequences=torch.tensor([0, 0, 0]))
+    assert last == pytest.approx([0.0, 0.0, -1 / 3])
+
+
 def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
     # log p = ln r - 1. Weights min(2, 1.28) = 1.28, 0.5 and 1. L = -w A log p, gradient -w A.
     result, grad = loss("cispo", [2.0, 0.5, 1.0], [1.0, -1.0, 2.0])
@@ -221,6 +231,9 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     advantages = torch.randn(8, generator=generator, dtype=torch.float64)
     weights = torch.rand(8, generator=generator, dtype=torch.float64)
     data = data_of(name, 8)
+    if "sequences" in data:
+        # The derivative of its value where the tokens of a sequence have one advantage and one weight.
+        advantages, weights = advantages[data["sequences"]], weights[data["sequences"]]
     assert torch.autograd.gradcheck(
         lambda x: LOSSES[name].function(x, old, advantages, weights, **data).loss, (logprobs,), eps=1e-6, atol=1e-6
     )

@@ -66,9 +66,9 @@ def gmpo_loss(
 
     Per token ``c_t = sign(A) * min(sign(A) * x_t, sign(A) * clip(x_t, -clip_low, clip_high))`` with ``x_t`` the
     log-ratio, per sequence ``L_i = -A_i * exp(mean_t c_t)``: Zhao et al. 2025, GMPO (arXiv:2507.20673), the
-    objective (its bounds are exp(-clip_low) and exp(clip_high)). ``A_i`` is the mean advantage of the sequence's
-    tokens, and each token stands for its sequence: the sum is ``sum_t weights_t * L_i(t)``, so that
-    ``seq_mean_token_mean`` is the paper's objective.
+    objective (its bounds are exp(-clip_low) and exp(clip_high)). As in GSPO's token form each token
+    has a gradient of its own, so that advantages may differ within a sequence: ``L_it = -A_it * sg[exp(mean_t c_t)] *
+    exp(c_t - sg[c_t])``. The sum is ``sum(weights * L)``; ``seq_mean_token_mean`` is the paper's objective.
 
     Args:
         logprobs: Shape [N], of the policy being trained; gradients flow through it.
@@ -86,7 +86,7 @@ def gmpo_loss(
     sign = advantages.sign()
     clamped = log_ratio.clamp(-clip_low, clip_high)
     chosen = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    ratio = span_mean(chosen, sequences).exp()
+    ratio = (span_mean(chosen.detach(), sequences) + chosen - chosen.detach()).exp()
     sums, maxima = ratio_sums(log_ratio, ratio)
     sums["clip_fraction"] = (sign * clamped < sign * log_ratio).sum().float()
-    return LossSums((weights * -span_mean(advantages, sequences) * ratio).sum(), sums, maxima)
+    return LossSums((weights * -advantages * ratio).sum(), sums, maxima)
