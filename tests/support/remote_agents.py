@@ -24,6 +24,38 @@ async def by_address(task, llm):
     return float(len(told["choices"][0]["message"]["content"]))
 
 
+@rollout
+async def per_turn(episode):
+    """Two turns, and a reward for each."""
+    said = await episode.session.chat(episode.observation)
+    await episode.session.chat([*episode.observation, said, {"role": "user", "content": "and?"}])
+    return [0.25, 0.5]
+
+
+@rollout
+async def per_turn_by_address(task, llm):
+    """The same at an address."""
+    await by_address(task, llm)
+    await by_address({"prompt": "other"}, llm)
+    return [0.25, 0.5]
+
+
+class Malformed(Agent):
+    """Sends what is no message."""
+
+    async def run(self, episode: Episode) -> None:
+        await episode.session.chat([{"content": "whose?"}])
+
+
+class Cancels(Agent):
+    """Waits for a task of its own that it cancelled."""
+
+    async def run(self, episode: Episode) -> None:
+        task = asyncio.ensure_future(asyncio.Event().wait())
+        task.cancel()
+        await task
+
+
 class Notes(Agent):
     """Rewards, metrics and an end of its own."""
 

@@ -32,12 +32,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OpenSession = Callable[[str, str], Session]
 OpenDoor = Callable[[Session], Awaitable["Door"]]
+ListTurns = Callable[[Session], Awaitable[list[str]]]
 
 
 class ToolThreadLost(EnvError):
     """Code of a tool or an environment was given up and cannot be stopped: its environment must not be used again."""
 
     retryable: ClassVar[bool] = False
+
+
+async def recorded_turns(session: Session) -> list[str]:
+    """Return the ids of the turns that a session of this process has recorded, in order."""
+    return [each.turn_id for each in session.segments(messages=False) if each.sampled and each.turn_id is not None]
 
 
 class Episode:
@@ -58,6 +64,7 @@ class Episode:
         metrics: Counts and times so far; ``turn_metrics`` by session and turn id.
         rewarded: Whether the agent says itself what the episode is worth (:meth:`reward`): the environment is not
             asked to score it.
+        list_turns: Tells the turns of a session by their ids; the recorder may be elsewhere.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class Episode:
         limits: EpisodeLimits,
         open_session: OpenSession,
         open_door: OpenDoor | None = None,
+        list_turns: ListTurns | None = None,
         deadline: float | None = None,
         executor: Executor | None = None,
         id: str = "",  # noqa: A002 - the field's name for it
@@ -100,6 +108,7 @@ class Episode:
         self._executor = executor
         self._open_session = open_session
         self._open_door = open_door
+        self.list_turns = list_turns or recorded_turns
         self._sessions: dict[str, Session] = {}
         self._policies: dict[str, str] = {}
         self._failure: EnvError | None = None

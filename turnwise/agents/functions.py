@@ -83,7 +83,7 @@ class FunctionAgent(Agent):
             arguments[self._llm] = await llm_of(episode)
         arguments = {name: value for name, value in arguments.items() if name in self._given}
         with acting(episode):
-            settle(episode, await called(episode, self._function, **arguments, **self._config))
+            await settle(episode, await called(episode, self._function, **arguments, **self._config))
 
 
 async def called(episode: Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ class LitAgent(Agent, Generic[RowT]):
         older = "rollout_id" in inspect.signature(method).parameters
         arguments = (rollout.rollout_id, resources) if older else (resources, rollout)
         with acting(episode):
-            settle(episode, await called(episode, method, row_of(episode), *arguments))
+            await settle(episode, await called(episode, method, row_of(episode), *arguments))
 
 
 def _method(cls: type[LitAgent[Any]], kind: str) -> str | None:

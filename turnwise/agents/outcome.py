@@ -82,7 +82,7 @@ def emit_reward(
             episode.count({name: _number(value, f"emit_reward: {name!r}")}, turn)
 
 
-def settle(episode: Episode, result: object) -> None:
+async def settle(episode: Episode, result: object) -> None:
     """Take what an agent's code returned.
 
     Args:
@@ -99,14 +99,14 @@ def settle(episode: Episode, result: object) -> None:
         for name, value in result.items():
             episode.reward(_number(value, f"the agent returned {name!r}"), name=str(name))
     elif isinstance(result, (list, tuple)):
-        _per_turn(episode, result)
+        await _per_turn(episode, result)
     else:
         episode.reward(_number(result, "the agent returned"))
 
 
-def _per_turn(episode: Episode, values: list[Any] | tuple[Any, ...]) -> None:
+async def _per_turn(episode: Episode, values: list[Any] | tuple[Any, ...]) -> None:
     main = episode.sessions.get("main")
-    taken = [] if main is None else [each.turn_id for each in main.segments(messages=False) if each.sampled]
+    taken = [] if main is None else await episode.list_turns(main)
     if len(values) != len(taken):
         raise AgentError(
             f"the agent returned {len(values)} rewards ({shown(values)}), but took {len(taken)} turns: return one for "

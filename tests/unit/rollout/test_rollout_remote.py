@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,9 +13,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
 
+from support.black_boxes import CHAT_LOOP
 from support.chat_models import renderer_for
-from support.remote_agents import Endless, Held, Notes, Raises
+from support.remote_agents import Cancels, Endless, Held, Malformed, Notes, Raises
 from turnwise.agents.core import Agent
 from turnwise.agents.react import ReActAgent
 from turnwise.agents.registry import make_agent
@@ -153,6 +158,87 @@ async def test_what_an_agent_raises_is_an_error_and_no_reward(tmp_path: Path) ->
         await stop(playing)
     assert (group.trajectories, group.failed) == ([], 1)
     assert [each.error for each in run.written] == ["AgentError: the agent raised LookupError: the index is empty"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "wanted"),
+    [
+        (Cancels(), "AgentError: the agent raised CancelledError, but nobody cancelled it"),
+        (Malformed(), "FormatError: a message is an object with a role"),
+        (ReActAgent(context={"compaction": {}}), "SessionError: .* prompts cannot be measured at a runner: leave"),
+    ],
+)
+async def test_a_fault_of_the_agent_ends_its_episode_once(tmp_path: Path, agent: Agent, wanted: str) -> None:
+    async with running(tmp_path, retries=0) as run:
+        playing = run.runner(agent)
+        [group] = await run.ask("a")
+        await stop(playing)
+    assert (group.trajectories, group.failed) == ([], 1)
+    [trajectory] = run.written
+    assert re.match(wanted, trajectory.error or ""), trajectory.error
+    assert not trajectory.rewards
+
+
+@pytest.mark.parametrize("name", ["per_turn", "per_turn_by_address"])
+async def test_an_agent_there_rewards_its_turns(tmp_path: Path, name: str) -> None:
+    async with running(tmp_path, lambda request: "four") as run:
+        playing = run.runner(make_agent(f"support.remote_agents:{name}"))
+        [group] = await run.ask("a")
+        await stop(playing)
+    [trajectory] = group.trajectories
+    turns = [each.turn_id for each in trajectory.turns()]
+    assert trajectory.rewards == [(turns[0], "reward", 0.25), (turns[1], "reward", 0.5)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:create_react_agent")
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_graph_there_acts_as_it_does_here(tmp_path: Path, streams: bool) -> None:
+    def graph(model: Any, tools: Any) -> Any:
+        async def ask(state: MessagesState) -> dict[str, Any]:
+            bound = model.bind_tools(tools)
+            if not streams:
+                return {"messages": [await bound.ainvoke(state["messages"])]}
+            whole = [chunk async for chunk in bound.astream(state["messages"])]
+            return {"messages": [functools.reduce(operator.add, whole)]}
+
+        made = StateGraph(MessagesState)
+        made.add_node("ask", ask)
+        made.add_node("tools", ToolNode(tools))
+        made.add_edge(START, "ask")
+        made.add_conditional_edges("ask", tools_condition)
+        made.add_edge("tools", "ask")
+        return made
+
+    async with running(tmp_path, retries=0) as run:
+        playing = run.runner(make_agent("langgraph", graph=graph))
+        [group] = await run.ask("a")
+        await stop(playing)
+    assert [each.error for each in run.written] == [None]
+    [trajectory] = group.trajectories
+    assert (trajectory.reward, sum(1 for _ in trajectory.turns())) == (1.0, 3)
+    assert not trajectory.forks()
+
+
+async def test_a_program_there_makes_its_calls_on_the_turns_that_made_them(tmp_path: Path) -> None:
+    async with running(tmp_path, retries=0) as run:
+        playing = run.runner(make_agent("blackbox", command=CHAT_LOOP))
+        [group] = await run.ask("a")
+        await stop(playing)
+    assert [each.error for each in run.written] == [None]
+    [trajectory] = group.trajectories
+    assert trajectory.reward == 1.0
+    called = [trajectory.turn_metrics.get(each.turn_id, {}).get("tool_calls", 0) for each in trajectory.turns()]
+    assert called == [1, 1, 0]
+
+
+async def test_a_program_that_cannot_run_there_is_tried_again_as_it_is_here(tmp_path: Path) -> None:
+    async with running(tmp_path, retries=1) as run:
+        playing = run.runner(make_agent("blackbox", command="false"))
+        [group] = await run.ask("a")
+        await stop(playing)
+    assert (group.trajectories, group.failed) == ([], 1)
+    assert [each.attempt for each in run.written] == [0, 1]
+    assert all("ProgramError: the program 'false' failed" in (each.error or "") for each in run.written)
 
 
 async def test_a_server_that_fails_is_the_run_s_own_error(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class BlackBoxAgent(Agent):
             door = await episode.door()
             offered = None
             if self._config.tools and (episode.tools or self._config.reply):
-                offered = await self._tools.offer(episode, reply=self._config.reply)
+                offered = await self._tools.offer(episode, door, reply=self._config.reply)
                 stack.push_async_callback(self._tools.withdraw, offered)
             acting = _Acting(episode, door, offered, self._values(episode, door, offered), time.monotonic())
             if self._workers is not None:

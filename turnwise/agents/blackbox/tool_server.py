@@ -21,6 +21,7 @@ from turnwise.agents.blackbox import mcp_messages
 from turnwise.agents.core import Episode
 from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetSpent, TurnwiseError, shown
+from turnwise.inference.gateway.local import Door
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
 
@@ -55,13 +56,14 @@ class OfferedTools:
         failure: What it failed with, if it did.
     """
 
-    def __init__(self, episode: Episode, token: str, address: str, *, reply: bool) -> None:
+    def __init__(self, episode: Episode, token: str, address: str, door: Door | None, *, reply: bool) -> None:
         self.schemas = (*episode.tools, _REPLY) if reply else tuple(episode.tools)
         self.url = f"{address}/tools/{token}"
         self.mcp_url = f"{address}/mcp/{token}"
         self.over = asyncio.Event()
         self.failure: TurnwiseError | None = None
         self._episode = episode
+        self._door = door
         self._reply = reply
         self._told: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
@@ -83,6 +85,9 @@ class OfferedTools:
         assert task is not None
         self._running.add(task)
         try:
+            if self._door is not None:
+                # Which turn makes this call is known only then, where the episode is recorded elsewhere.
+                await self._door.settled()
             if self._reply and name == REPLY:
                 return await self._say(arguments)
             return await self._episode.call(self._made(name, arguments, call_id))
@@ -156,11 +161,12 @@ class ToolServer:
         self._listening: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
-    async def offer(self, episode: Episode, *, reply: bool = False) -> OfferedTools:
+    async def offer(self, episode: Episode, door: Door | None = None, *, reply: bool = False) -> OfferedTools:
         """Offer the tools of an episode, until :meth:`withdraw`.
 
         Args:
             episode: Whose tools.
+            door: Where its program talks to the model, if it does so here.
             reply: Whether there is a tool besides them by which the program speaks to the environment.
 
         Raises:
@@ -172,7 +178,7 @@ class ToolServer:
         assert self._listening is not None
         token = secrets.token_urlsafe(32)
         address = f"http://{self._host}:{self._listening.sockets[0].getsockname()[1]}"
-        offered = self._offered[token] = OfferedTools(episode, token, address, reply=reply)
+        offered = self._offered[token] = OfferedTools(episode, token, address, door, reply=reply)
         return offered
 
     async def withdraw(self, offered: OfferedTools) -> None:

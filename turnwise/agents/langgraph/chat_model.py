@@ -204,7 +204,7 @@ class ChatTurnwise(BaseChatModel):
         run = self._run()
         wishes = self._wishes(run, stop, kwargs)
         session, node = self._session(run), _node(run_manager)
-        if session.recorded_as == "text" or (run is not None and not run.at_home):
+        if session.recorded_as != "tokens" or (run is not None and not run.at_home):
             result = await self._agenerate(messages, stop, run_manager, **kwargs)
             yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
             return
@@ -232,6 +232,12 @@ class ChatTurnwise(BaseChatModel):
             said = await session.chat(asked, wishes.tools, wishes.params, template_args=wishes.template_args)
             told = session.turn_metrics.get(said["turn_id"], {})
             sizes = [int(told.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
+        elif session.recorded_as != "tokens":
+            # What is recorded elsewhere is told in whole messages, without their tokens.
+            said = await session.chat(
+                asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args
+            )
+            sizes = [0, 0, 0]
         else:
             done = await session.record(
                 asked, wishes.tools, wishes.params, fork=wishes.fork, template_args=wishes.template_args

@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from turnwise.agents.core import recorded_turns
 from turnwise.errors import FormatError, TurnwiseError, shown
 from turnwise.inference.asgi import Receive, Scope, Send, answer_json, read_body
 from turnwise.inference.session import Session
@@ -175,17 +176,20 @@ class RunnerApp:
                 url = door.url.removeprefix(self._own)
                 return {"url": url, "params": asdict(session.params)}
             case "state":
+                session = episode.session_for(agent, policy)
                 door = await episode.door(agent, policy)
-                return _state(episode.session_for(agent, policy), door.failure)
+                return _state(session, await recorded_turns(session), door.failure)
+            case "taken":
+                return {"taken": await recorded_turns(episode.session_for(agent, policy))}
             case "exhausted":
                 await (await episode.door(agent, policy)).wait_exhausted()
                 return {}
         raise _Refused(404, f"{what!r} is nothing that can be asked of a lease")
 
 
-def _state(session: Session, failure: TurnwiseError | None) -> dict[str, Any]:
+def _state(session: Session, taken: list[str], failure: TurnwiseError | None) -> dict[str, Any]:
     told = None if failure is None else error_record(failure)
-    return {"turns": session.turns, "last": session.last, "failure": told}
+    return {"taken": taken, "last": session.last, "failure": told}
 
 
 async def _gone(receive: Receive) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -61,6 +61,9 @@ class LeaseClient:
         told = answer.get("error")
         if told is None:
             return answer
+        if response.status == 400:
+            # What the agent sent is wrong, and would be so again.
+            raise read_error(told)
         if response.status != 200:
             raise RunnerLost(str(told.get("message")))
         error = read_error(told)
@@ -89,19 +92,21 @@ class RemoteSession(Session):
         limits: What the agent may use.
     """
 
+    recorded_as: ClassVar[str] = "elsewhere"
+
     def __init__(self, lease: LeaseClient, name: str, policy: str, *, episode_id: str, limits: EpisodeLimits) -> None:
         own = SessionLimits(limits.context_length, limits.max_tokens_per_turn, max_turns=limits.max_turns)
         session_id = episode_id if name == "main" else f"{episode_id}/{name}"
         super().__init__(NoTokens(), TextRenderer(), id=session_id, limits=own)
         self._lease = lease
         self._who = {"session": name, "policy": policy}
-        self._turns = 0
+        self._taken: list[str] = []
         self._calls: dict[str, str] = {}
 
     @property
     def turns(self) -> int:
         """How many completions were committed, as far as this runner was told."""
-        return self._turns
+        return len(self._taken)
 
     def turn_of_call(self, call_id: str) -> str | None:
         """Return the id of the turn that made a call."""
@@ -110,6 +115,17 @@ class RemoteSession(Session):
     def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - the run cuts answers to fit
         """Return None: the run knows."""
         return None
+
+    def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:  # noqa: ARG002
+        """Refuse: the tokenizer is where the run is.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise SessionError(
+            f"session {self.id} is recorded by a run elsewhere, and prompts cannot be measured at a runner: leave "
+            "'context' out of the agent's configuration, or rollout.remote out of the run's"
+        )
 
     async def chat(
         self,
@@ -133,9 +149,9 @@ class RemoteSession(Session):
             },
         )
         message = read_message(told["message"])
-        self._turns += 1
-        self._last = message
-        self._calls |= {call.id: message["turn_id"] for call in message.get("tool_calls") or ()}
+        self._note(message)
+        if message["turn_id"] not in self._taken:
+            self._taken.append(message["turn_id"])
         return message
 
     def stream(
@@ -157,12 +173,22 @@ class RemoteSession(Session):
             "episode.address()"
         )
 
+    async def taken(self) -> list[str]:
+        """Return the ids of the turns that the run has recorded, in order."""
+        told = await self._lease.ask("taken", self._who)
+        return [str(each) for each in told["taken"]]
+
     async def refresh(self) -> dict[str, Any]:
         """Learn what was recorded at the session's address, and return what the run said."""
         told = await self._lease.ask("state", self._who)
-        self._turns = int(told["turns"])
-        self._last = None if told["last"] is None else read_message(told["last"])
+        self._taken = [str(each) for each in told["taken"]]
+        if told["last"] is not None:
+            self._note(read_message(told["last"]))
         return told
+
+    def _note(self, message: Message) -> None:
+        self._last = message
+        self._calls |= {call.id: message["turn_id"] for call in message.get("tool_calls") or ()}
 
     async def open(self) -> str:
         """Return the base URL of the session's address."""
@@ -220,6 +246,7 @@ class RemoteEpisode(Episode):
             limits=limits,
             open_session=lambda name, policy: RemoteSession(lease, name, policy, episode_id=work["id"], limits=limits),
             open_door=_door,
+            list_turns=_turns,
             deadline=None if seconds is None else asyncio.get_running_loop().time() + float(seconds),
             id=str(work["id"]),
             partition=str(work["partition"]),
@@ -269,6 +296,11 @@ class RemoteEpisode(Episode):
             "finished": {"stop_reason": self.stop_reason.value, "final": self.final} if self._finished else None,
             "raised": None if error is None else self._lease.record(error),
         }
+
+
+async def _turns(session: Session) -> list[str]:
+    assert isinstance(session, RemoteSession)
+    return await session.taken()
 
 
 async def _door(session: Session) -> Door:

@@ -31,6 +31,12 @@ _KINDS: dict[str, type[TurnwiseError]] = {
 }
 
 
+class AgentFailed(AgentError):
+    """An agent at a runner failed for a reason that is no fault of the policy: it may be tried again."""
+
+    retryable = True
+
+
 def dump(value: Mapping[str, Any]) -> bytes:
     """Return the JSON of an object; numbers keep all their digits, and what JSON has no form for becomes text."""
     return json.dumps(value, default=_plain, ensure_ascii=False).encode("utf-8", "replace")
@@ -116,6 +122,8 @@ def read_tools(records: Any) -> list[ToolSchema]:
 def error_record(error: BaseException) -> dict[str, Any]:
     """Return an error as it is sent."""
     record: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, TurnwiseError) and error.retryable:
+        record["retryable"] = True
     if isinstance(error, BudgetSpent):
         record |= {"stop_reason": error.stop_reason, "used": error.used, "limit": error.limit}
     return record
@@ -128,4 +136,6 @@ def read_error(record: Mapping[str, Any]) -> TurnwiseError:
         used, limit = record.get("used"), record.get("limit")
         return BudgetSpent(str(record.get("stop_reason")), message, used=used, limit=limit)
     kind = _KINDS.get(name)
-    return AgentError(f"the agent raised {name}: {message}") if kind is None else kind(message)
+    if kind is not None:
+        return kind(message)
+    return (AgentFailed if record.get("retryable") is True else AgentError)(f"the agent raised {name}: {message}")

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from turnwise.agents.core import Agent
-from turnwise.errors import ConfigError, FormatError, InferenceError, RunnerLost
+from turnwise.errors import AgentError, ConfigError, FormatError, InferenceError, RunnerLost
 from turnwise.rollout.remote.episode import LeaseClient, RemoteEpisode
 from turnwise.rollout.remote.protocol import PREFIX, VERSION, dump, load
 
@@ -171,6 +171,12 @@ class _Line:
         error: BaseException | None = None
         try:
             await self._agent.run(episode)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled this episode: passed on, the run would wait for a result that never comes.
+            error = AgentError("the agent raised CancelledError, but nobody cancelled it")
         except (Exception, SystemExit) as raised:  # noqa: BLE001 - an agent's own code: the run is told what it raised
             error = raised
         try:
