@@ -51,11 +51,13 @@ class KnownCall:
         agent: Whose session made it.
         call: As the session issued it.
         message_id: The message that made it.
+        offered: Whether the model was told of such a tool, or of none at all.
     """
 
     agent: str
     call: ToolCall
     message_id: str
+    offered: bool = True
 
     def named(self, agent: str) -> str:
         """Return its id in a session: its own in that which made it, the graph's in any other."""
@@ -102,9 +104,10 @@ class Known:
         for call in said.get("tool_calls") or ():
             given = graph_call_id(call.id, agent)
             error = call.error
-            if error is None and offered and call.name not in offered:
+            told = not offered or call.name in offered
+            if error is None and not told:
                 error = f"there is no tool {shown(call.name)}"
-            self.calls[given] = KnownCall(agent, call, message_id)
+            self.calls[given] = KnownCall(agent, call, message_id, told)
             if error is None:
                 usable.append(tool_call(name=call.name, args=call.arguments, id=given))
             else:

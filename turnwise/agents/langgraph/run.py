@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from langchain_core.messages import AnyMessage, BaseMessage
 
 from turnwise.agents.core import Episode
-from turnwise.agents.langgraph.messages import Known, KnownCall, graph_messages, own_message
+from turnwise.agents.langgraph.messages import Known, KnownCall, graph_call_id, graph_messages, own_message
 from turnwise.envs.core import as_messages
 from turnwise.envs.wrapper import ask
 from turnwise.errors import AgentError, TurnwiseError
@@ -77,6 +78,8 @@ class GraphRun:
         if found is not None and found[0] == name:
             said = found[1]
             own["turn_id"], own["finish_reason"] = said["turn_id"], said["finish_reason"]
+        if own.get("tool_calls"):
+            own = {**own, "tool_calls": [self._held(call, name) for call in own["tool_calls"]]}
         result = await self._watched(self.episode.step(own, agent=name))
         return graph_messages(as_messages(result.observation), name)
 
@@ -104,13 +107,28 @@ class GraphRun:
         """Return the environment's answer to a call that the graph was told not to use: asked once, then the same."""
         key = (known.agent, known.call.id)
         if key not in self._refusals:
-            call = known.call
+            call = self._held(known.call, known.agent)
             if self.episode.tools:
                 response = await self._watched(self.episode.call(call, agent=known.agent))
             else:
                 response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
             self._refusals[key] = {"role": "tool", "name": call.name, "content": response.content()}
         return self._refusals[key]
+
+    def _held(self, call: ToolCall, agent: str) -> ToolCall:
+        """Return a call of a session as the environment is given it: what the model was not offered is not executed."""
+        known = self.known.calls.get(graph_call_id(call.id, agent))
+        if (
+            known is None
+            or known.agent != agent
+            or known.offered
+            or call.error is not None
+            or call.name != known.call.name
+        ):
+            return call
+        # The environment says itself what it does not have.
+        there = any(tool.name == call.name for tool in self.episode.tools)
+        return replace(call, error="this tool was not offered here") if there else call
 
     async def ask(self, method: str, value: Any) -> Any:
         """Return what a method of the environment answers to an interrupt.

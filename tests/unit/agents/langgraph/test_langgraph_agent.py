@@ -91,6 +91,46 @@ async def test_the_tokens_are_those_of_the_react_loop(graph: Any) -> None:
     assert trajectory.metrics["tool_errors"] == expected.metrics["tool_errors"] == 3
 
 
+def choosy(model, tools):
+    """Two nodes in a row that are told of different tools; whatever can be used is executed."""
+
+    def asking(*names: str) -> Any:
+        bound = model.bind_tools([tool for tool in tools if tool.name in names])
+
+        async def ask(state: MessagesState) -> dict[str, Any]:
+            return {"messages": [await bound.ainvoke(state["messages"])]}
+
+        return ask
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("first", asking("fail"))
+    graph.add_node("tools", ToolNode(tools))
+    graph.add_node("second", asking("fail", "add"))
+    graph.add_edge(START, "first")
+    graph.add_conditional_edges("first", tools_condition)
+    graph.add_edge("tools", "second")
+    return graph
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [[calls(("fail", {}), ADD), "3"], [calls(ADD), "3"]],
+    ids=["beside a call that can be used", "alone, so that the message is handed over"],
+)
+async def test_a_call_of_a_tool_that_was_not_offered_is_answered_and_not_executed(lines: Any) -> None:
+    trajectory, _ = await play(choosy, lines)
+    assert (trajectory.error, trajectory.stop_reason) == (None, StopReason.COMPLETED)
+    assert LOG == ["score"]
+    assert trajectory.rewards == [("t1", "score", 1.0)]
+    [answer] = [
+        message["content"]
+        for segment in trajectory.segments
+        for message in segment.messages
+        if message["role"] == "tool" and "not offered" in message["content"]
+    ]
+    assert "this call was not executed" in answer
+
+
 async def test_unusable_calls_in_a_row_end_the_episode_as_in_the_react_loop() -> None:
     trajectory, _ = await play(react, [calls(("nope", {}))] * 9)
     assert trajectory.stop_reason is StopReason.INVALID_CALLS
