@@ -203,6 +203,16 @@ async def test_results_are_dropped_first_and_what_is_left_is_summarised(tmp_path
     assert played.counted()["compactions"] <= forks["compaction"]
 
 
+async def test_a_fork_keeps_its_name_where_a_summary_has_no_room(tmp_path):
+    drop = {"keep": 1, "note": "(gone)"}
+    context = {"drop_tool_results": drop, **compaction(above=0.26, max_tokens=2400)}
+    played = await play(tmp_path, ToyRenderer(), [*reads(*range(9)), DONE], context, context_length=2500)
+    assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "completed")
+    assert played.counted()["failed_compactions"] == 1
+    assert ASK not in "".join(played.prompts)
+    assert set(played.trajectory.forks()) == {"dropped_tool_results"}
+
+
 async def test_reasoning_that_the_template_drops_is_in_no_later_prompt(tmp_path):
     renderer = renderer_for("qwen3")
     lines = [say("", ("read", {"number": n}), thought=f"musing {n}") for n in range(12)]

@@ -127,8 +127,9 @@ class Conversation:
 
     async def _compact(self, config: CompactionConfig, size: int) -> None:
         result = await compacted(self, config)
-        self.fork = "compaction"
-        self._turn = result.turn or self._turn
+        if result.turn is not None:
+            # Else nothing was asked: a fork that is to come has its own name.
+            self.fork, self._turn = "compaction", result.turn
         left = self.measure(result.messages) if result.done else size
         if left >= size:
             # Asked again it would say much the same: the conversation goes on as long as there is room.
