@@ -161,7 +161,8 @@ class TokenSession(Session):
         """Return why committing this request would make a fork, if it does."""
         if match.context is not None:
             return "resample"
-        if match.parent is not None:
+        if match.parent is not None and not match.parent.children:
+            # It makes none, and all that was seen need not be looked through.
             return "history_edited"
         shared = max(
             (_shared(node, prompt) for node in self._tree.nodes if node.key == _KEY and node.sampled), default=0

@@ -81,6 +81,15 @@ async def test_a_completion_that_is_gone_on_with_as_a_prompt() -> None:
     assert [row.trained_tokens for row in to_samples(kept(session)).rows] == [2, 2]
 
 
+async def test_a_later_completion_that_is_gone_on_with_is_a_continuation_too() -> None:
+    session = scripted([A, END], [B, B], [D, END])
+    await session.generate([C])
+    cut = await session.generate([C, A, END, D], SamplingParams(max_tokens=2))
+    assert cut.message["finish_reason"] == "length"
+    await session.generate([C, A, END, D, B, B])
+    assert shape(session)[4:] == [(1, "context", [D, B, B], "continuation"), (4, "sampled", [D, END], None)]
+
+
 async def test_concurrent_requests_are_concurrent() -> None:
     gate = asyncio.Event()
 
