@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 
 from support.chat_models import renderer_for
-from turnwise.inference import forks
-from turnwise.inference.echo import EchoPolicy
-from turnwise.inference.session import ReasoningPolicy
+from turnwise.agents import context
+from turnwise.inference import forks, token_session
+from turnwise.inference.echo import EchoPolicy, ReasoningPolicy
 from turnwise.rollout.config import RolloutConfig
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +46,20 @@ def test_the_tool_responses_that_are_described(names: dict, family: str) -> None
 def test_the_table_holds_every_reason_and_no_other() -> None:
     table = TEXT.partition("| reason |")[2].partition("\n\n")[0]
     told = {name.partition(":")[0] for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)}
-    source = Path(forks.__file__).read_text(encoding="utf-8")
-    given = set(re.findall(r'return "(\w+)"', source)) | {"reasoning_dropped", "bridge_unproven"}
+    given = {"reasoning_dropped", "bridge_unproven"}
+    for module in (forks, token_session):
+        lines = re.findall(r"^ +return .*", Path(module.__file__).read_text(encoding="utf-8"), re.MULTILINE)
+        given |= {name for line in lines for name in re.findall(r'(?:return|else) "(\w+)"', line)}
+    assert told == given
+
+
+def test_the_table_of_names_that_agents_give_holds_them_all() -> None:
+    table = TEXT.partition("| what the agent did |")[2].partition("\n\n")[0]
+    told = set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE))
+    given = set()
+    for file in Path(context.__file__).parent.glob("*.py"):
+        source = file.read_text(encoding="utf-8")
+        given |= {name for name in re.findall(r'fork\b.*?= ?.*?"(\w+)"', source)}
     assert told == given
 
 

@@ -224,7 +224,8 @@ class Episode:
             raise AgentError("episode.call was called after the episode ended: stop when a step says so")
         self._check_invalid(self._env)
         response: ToolResponse = await self._invoke("call", call)
-        turn = self.session_for(agent).turn_of_call(call.id)
+        session = self.session_for(agent)
+        turn = session.turn_of_call(call.id)
         if response.reward is not None:
             self.note(f"tool/{call.name}", response.reward, turn, agent=agent)
         measured = {f"{call.name}/{name}": value for name, value in response.metrics.items()}
@@ -234,8 +235,7 @@ class Episode:
         self._check_invalid(self._env)
         if response.text:
             # Its siblings are answered by calls of their own: each gets an equal share.
-            last = self.session_for(agent).last
-            calls = 0 if last is None else len(last.get("tool_calls") or ())
+            calls = session.calls_beside(call.id)
             [answer] = self.fit([{"role": "tool", "content": response.text}], turn, calls, agent, share=True)
             response.text = str(answer["content"])
         return response

@@ -1,7 +1,7 @@
 """When a message that comes back is the message that was given: equality, and ids as evidence.
 
-Owns: :func:`same`, by which histories are compared with what is recorded, and :class:`Echoes`, which knows the turns of
-a session by the ids of their calls. Refuses: the canonical form (``canonical.py``) and the search of a history
+Owns: :func:`same`, by which histories are compared with what is recorded, :class:`Echoes`, which knows the turns of a
+session by the ids of their calls, and the names of the policies. Refuses: the canonical form (``canonical.py``) and the search of a history
 (``tree.py``).
 """
 
@@ -15,6 +15,9 @@ from turnwise.inference.canonical import Canonical
 EchoPolicy = Literal["same", "strict"]
 """What becomes of an assistant message whose calls have the ids of a turn but which says something else: ``same``, it
 is that turn; ``strict``, it was edited."""
+ReasoningPolicy = Literal["keep", "template"]
+"""What becomes of the reasoning of earlier turns: ``keep``, what was sampled stays; ``template``, what the model's
+template drops from a history is dropped, which forks."""
 
 
 def same(recorded: Canonical, message: Canonical, *, sampled: bool) -> bool:
@@ -77,6 +80,11 @@ class Echoes(Container[str]):
     def turn_of(self, call_id: str) -> str | None:
         """Return the id of the turn that made a call, or None where no such id was issued."""
         return self._issued.get(call_id)
+
+    def calls_beside(self, call_id: str) -> int:
+        """Return how many calls the turn of a call made; 0 where no such id was issued."""
+        turn = self._turns.get(self._issued.get(call_id, ""))
+        return 0 if turn is None else len(turn.calls)
 
     def recognise(self, ids: Sequence[str], message: Canonical) -> Canonical | None:
         """Return what the session recorded of the turn whose calls have exactly these ids, or None."""

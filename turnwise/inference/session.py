@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from turnwise.errors import InferenceError, SessionError, TurnwiseError
 from turnwise.inference.answer import answer, check_completion, read_completion
 from turnwise.inference.canonical import Canonical
 from turnwise.inference.core import LLMClient, Renderer, closing
-from turnwise.inference.echo import Echoes, EchoPolicy
+from turnwise.inference.echo import Echoes, EchoPolicy, ReasoningPolicy
 from turnwise.inference.forks import fork_reason
 from turnwise.inference.history import History, Offers, snapshot
 from turnwise.inference.ledger import join_deltas
@@ -43,10 +43,6 @@ from turnwise.types import (
 )
 
 __all__ = ["Opened", "Placed", "Recorded", "Session", "SessionLimits"]
-
-ReasoningPolicy = Literal["keep", "template"]
-"""What becomes of the reasoning of earlier turns: ``keep``, what was sampled stays; ``template``, what the model's
-template drops from a history is dropped, which forks."""
 
 
 class Session:
@@ -119,6 +115,10 @@ class Session:
     def turn_of_call(self, call_id: str) -> str | None:
         """Return the id of the turn that made a call, or None where this session issued no such id."""
         return self._echoes.turn_of(call_id)
+
+    def calls_beside(self, call_id: str) -> int:
+        """Return how many calls the turn made that made this one, itself included; 0 where nobody issued such an id."""
+        return self._echoes.calls_beside(call_id)
 
     def room_behind(self, turn_id: str) -> int | None:
         """Return how many tokens of the context are left behind a turn, or None where this session has no such turn."""

@@ -1,5 +1,6 @@
 """Answers that would not fit into what is left of the context: equal shares, short ones whole, never too much."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,3 +92,35 @@ async def test_calls_that_come_one_by_one_share_the_room_of_their_message():
     assert (trajectory.error, trajectory.stop_reason, trajectory.reward) == (None, "completed", 1.0)
     assert trajectory.metrics["tool_answers_cut"] == 3.0
     assert 2000 < len(client.requests[1].prompt) < 3000
+
+
+@register_agent("test_room_two_conversations")
+class TwoConversations(Agent):
+    """Answers the calls of one conversation after another one of the same session was asked."""
+
+    async def run(self, episode):
+        messages = list(episode.observation)
+        message = await episode.session.chat(messages, episode.tools)
+        await episode.session.chat([{"role": "user", "content": "something else"}], episode.tools)
+        messages.append(message)
+        for call in message["tool_calls"]:
+            answer = await episode.call(call)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer.text})
+        await episode.session.chat(messages, episode.tools)
+
+
+@pytest.mark.parametrize(("mine", "others"), [(3, 1), (1, 3)])
+async def test_calls_share_with_those_of_their_own_message_whoever_spoke_last(mine, others):
+    renderer = renderer_for("qwen3")
+
+    def line(count):
+        calls = [ToolCall("", "read", {"words": 2000}) for _ in range(count)]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    client = ScriptedClient(renderer, [line(mine), line(others), "done"], tools=[Pages.tool_methods["read"].schema])
+    settings = {"env": {"name": f"{__name__}:Pages"}, "agent": {"name": "test_room_two_conversations"}}
+    runner = EpisodeRunner(RolloutConfig.model_validate(settings), client, renderer, context_length=3000)
+    [trajectory] = (await runner.run(EpisodeSpec(Task("t", ""), "g"))).trajectories
+    assert (trajectory.error, trajectory.stop_reason) == (None, "completed")
+    assert trajectory.metrics["tool_answers_cut"] == mine
+    assert 2000 < len(client.requests[2].prompt) < 3000

@@ -13,7 +13,8 @@ from turnwise.errors import shown
 from turnwise.inference.echo import EchoPolicy
 from turnwise.inference.gateway.errors import invalid
 from turnwise.inference.gateway.fields import Fields
-from turnwise.inference.session import ReasoningPolicy, SessionLimits
+from turnwise.inference.echo import ReasoningPolicy
+from turnwise.inference.session import SessionLimits
 from turnwise.types import SamplingParams
 
 FIXED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
