@@ -59,7 +59,7 @@ def test_the_table_of_names_that_agents_give_holds_them_all() -> None:
     given = set()
     for file in Path(context.__file__).parent.glob("*.py"):
         source = file.read_text(encoding="utf-8")
-        given |= {name for name in re.findall(r'fork\b.*?= ?.*?"(\w+)"', source)}
+        given |= set(re.findall(r'fork\b.*?= ?.*?"(\w+)"', source))
     assert told == given
 
 

@@ -1,8 +1,8 @@
 """When a message that comes back is the message that was given: equality, and ids as evidence.
 
 Owns: :func:`same`, by which histories are compared with what is recorded, :class:`Echoes`, which knows the turns of a
-session by the ids of their calls, and the names of the policies. Refuses: the canonical form (``canonical.py``) and the search of a history
-(``tree.py``).
+session by the ids of their calls, and the names of the policies. Refuses: the canonical form (``canonical.py``) and the
+search of a history (``tree.py``).
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from turnwise.errors import shown
-from turnwise.inference.echo import EchoPolicy
+from turnwise.inference.echo import EchoPolicy, ReasoningPolicy
 from turnwise.inference.gateway.errors import invalid
 from turnwise.inference.gateway.fields import Fields
-from turnwise.inference.echo import ReasoningPolicy
 from turnwise.inference.session import SessionLimits
 from turnwise.types import SamplingParams
 
