@@ -1,4 +1,4 @@
-"""A model from nothing learns Nim by playing against itself.
+"""A model plays Nim against itself, and is trained on both sides.
 
 1. Random games with allowed moves are written down, tokenizer and model (860,000 parameters) are made in place, and the
    model is warmed up on the games (``sft.yaml``): it then plays by the rules, and no better than at random.
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--name", help="name of the run; its directory is runs/NAME (default: nim-seedSEED)")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--smoke", action="store_true", help="next to no training")
-    parser.add_argument("overrides", nargs="*", help="key=value for train.yaml, such as steps=60")
+    parser.add_argument("overrides", nargs="*", help="key=value for train.yaml, such as steps=30")
     arguments = parser.parse_args()
 
     from job import Job, warm_start
