@@ -105,6 +105,7 @@ async def environment(page: Page, walked: Walked) -> None:
     messages, info = await invoke(env, "reset", walked.request.task, seed=member.seed)
     steps = [await invoke(env, "step", message) for message in said]
     await invoke(env, "close")
+    page.add("rewards", *(f"{member.id}: {member.rewards}" for member in walked.group.trajectories))
     page.add("reset", f"observation  {messages}", f"info         {info}")
     lines = []
     for message, result in zip(said, steps, strict=True):
@@ -127,7 +128,6 @@ async def environment(page: Page, walked: Walked) -> None:
 
 
 def agent(page: Page, walked: Walked) -> None:
-    page.add("rewards", *(f"{member.id}: {member.rewards}" for member in walked.group.trajectories))
     first = walked.group.trajectories[0]
     lines = []
     for turn in first.turns():

@@ -248,7 +248,9 @@ register_agent("test-e2e-critic")(WithCritic)
 
 
 def test_only_the_trained_policy_is_trained(lookup_model: Path, tmp_path: Path) -> None:
-    run = trained(lookup_model, tmp_path, rollout={"agent": {"name": "test-e2e-critic"}})
+    run = trained(
+        lookup_model, tmp_path, rollout={"agent": {"name": "test-e2e-critic"}, "frozen": {"judge": {"start": True}}}
+    )
     trajectories = {t.id: t for t in read_trajectories(run / "trajectories.jsonl")}
     assert {t.policy for t in trajectories.values()} == {"main", "judge"}
     rows = read_batches(run / "batches.jsonl").rows
