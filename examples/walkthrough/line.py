@@ -37,7 +37,8 @@ from turnwise.tasks import HeldOrder, load_tasks
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.data import TaskStream
-from turnwise.trainer.experience import Experience, build_experience
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.experience import Experience, build_experience, collect
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.update import update_policy
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
@@ -161,7 +162,7 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
         parts = RolloutParts(renderer, run_seed=0, write=writer.write)
         producer = await RolloutProducer.create(ROLLOUT, client, buffer, parts)
         stack.push_async_callback(producer.close)
-        learner = Learner.create(start.policy, total_steps=1)
+        learner = TorchLearner.create(start.policy, total_steps=1)
         weights = SharedMemoryWriter()
         stack.callback(weights.close)
         replica = BuiltinReplica(start.model, log_file=directory / "server.log")
@@ -186,7 +187,7 @@ async def walk(parts: Parts) -> Walked:
     [group] = await parts.buffer.fetch(batch)
 
     # From the group to changed weights.
-    experience = build_experience([group], ALGORITHM, temperature=ROLLOUT.temperature)
+    experience = build_experience(collect([group]), ALGORITHM, temperature=ROLLOUT.temperature)
     parts.batches.write(1, [row.sample for row in experience.rows])
     metrics = update_policy(parts.learner, experience.rows, ALGORITHM, BATCH, seed=1)
 

@@ -29,7 +29,7 @@ from turnwise.inference.core import Renderer
 from turnwise.inference.ledger import read_ledger
 from turnwise.rollout.batches import read_batches
 from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.learner import Learner
+from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trajectory import Segment, TrainSample, to_samples
@@ -270,7 +270,7 @@ def update(page: Page, parts: Parts, walked: Walked) -> None:
     page.add("micro-batch", *micro_batch(micro))
     sums = [float(row.advantage) * row.weight * row.sample.trained_tokens for row in weighed]
     by_hand = -sum(sums) / normalizer
-    old = Learner.create(parts.start.policy, total_steps=1)
+    old = TorchLearner.create(parts.start.policy, total_steps=1)
     stats = old.forward_backward([micro], PolicyObjective.of(ALGORITHM), normalizer)
     check(abs(stats.loss - walked.metrics["train/loss"]) < 1e-5, "the passes made again have another loss")
     check(abs(stats.loss - by_hand) < 1e-4, "the loss by hand is another one")
@@ -295,13 +295,12 @@ def policy(parts: Parts, rows: Sequence[TrainRow], micro: MicroBatch, before: to
     samples = [rows[index].sample for index in micro.rows]
     owners = np.repeat(micro.rows, [sample.trained_tokens for sample in samples])
     turns = np.concatenate([sample.turn_ids[sample.loss_mask] for sample in samples])
-    places = micro.targets.numpy()
     lines = [f"logprobs of shape {list(before.shape)}", "", "row  turn  advantage  sum before  sum after  first token"]
     for index in micro.rows:
         for turn in dict.fromkeys(turns[owners == index]):
             mine = np.flatnonzero((owners == index) & (turns == turn))
             old, new = (float(scores[mine].sum()) for scores in (before, after))
-            first = micro.input_ids[0, places[mine[0]]].numpy()[None]
+            first = micro.target_ids[mine[0]].numpy()[None]
             head = f"{index:>3}  {f't{turn}':>4}  {float(rows[index].advantage):>9.4f}  {old:>10.4f} {new:>10.4f}"
             lines.append(
                 f"{head}  {parts.renderer.decode(first)!r} {float(before[mine[0]]):.4f} -> {float(after[mine[0]]):.4f}"
@@ -313,10 +312,18 @@ def micro_batch(micro: MicroBatch) -> list[str]:
     """Return the shapes of a micro-batch, and of its tensors those that packing made."""
     lines = [
         f"{name:<17} {list(getattr(micro, name).shape)!s:<9} {str(getattr(micro, name).dtype).removeprefix('torch.')}"
-        for name in ("input_ids", "position_ids", "loss_mask", "rollout_logprobs", "advantages", "weights", "targets")
+        for name in (
+            "input_ids",
+            "position_ids",
+            "predictors",
+            "target_ids",
+            "rollout_logprobs",
+            "advantages",
+            "weights",
+        )
     ]
     lines += ["", f"segments  {micro.segments}", f"rows      {micro.rows}"]
-    for name in ("position_ids", "targets"):
+    for name in ("position_ids", "predictors"):
         lines += wrapped(f"{name:<13}", getattr(micro, name).flatten().tolist())
     return lines
 

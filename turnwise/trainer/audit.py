@@ -241,7 +241,7 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn
     """Yield (turn, position in its row, reported, computed) of every id."""
     import torch
 
-    from turnwise.trainer.learner import pick_device
+    from turnwise.trainer.engines.torch import pick_device
     from turnwise.trainer.packing import TrainRow, pack
     from turnwise.trainer.policy import load_model
 
@@ -250,15 +250,9 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn
     for batch in pack(rows, _TOKENS_AT_ONCE):
         with torch.no_grad():
             computed = policy.forward(batch).logprobs.float().cpu().tolist()
-        reported = batch.at_targets(batch.rollout_logprobs).tolist()
-        owners = [
-            (row, start)
-            for row, (start, length, _) in zip(batch.rows, batch.segments, strict=True)
-            for _ in range(length)
-        ]
-        for target, was, now in zip(batch.targets.tolist(), reported, computed, strict=True):
-            row, start = owners[target]
-            yield turns[row], target - start, was, now
+        places = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
+        owners = [batch.rows[number] for number in batch.sequences.tolist()]
+        yield from zip([turns[row] for row in owners], places, batch.rollout_logprobs.tolist(), computed, strict=True)
 
 
 def _show(run: Path, report: AuditReport, console: Console) -> None:

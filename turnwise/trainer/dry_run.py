@@ -31,7 +31,7 @@ from turnwise.tools.media import check_media
 from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
-from turnwise.trainer.learner import pick_device
+from turnwise.trainer.engines.torch import pick_device
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
 
 RESET_TIMEOUT = 60.0

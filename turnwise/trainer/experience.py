@@ -1,7 +1,7 @@
 """From finished groups to the rows of a train step.
 
-Owns: :func:`build_experience` (rewards, advantages, rows, what was left out and why). Refuses: the weights of rows in a
-loss (``packing.py``), and updating anything.
+Owns: :func:`collect` (who is compared, and their rows) and :func:`build_experience` (their advantages). In between, a
+caller may ask the model about the rows. Refuses: the weights of rows in a loss (``packing.py``), and updating anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,22 @@ from turnwise.agents.roles import role_of
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.credit import assign, credit_metrics, on_tokens
 from turnwise.trainer.packing import TrainRow
-from turnwise.trajectory import Trajectory, TrajectoryGroup, to_samples
+from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What the groups of a step hold for one policy, before anything is compared.
+
+    Attributes:
+        members: Trajectories that are compared with each other: no error ended them, and something was sampled.
+        samples: For each member its rows, in the order of leaves; none without a trained token.
+        metrics: What went in (names in ``metrics.py``).
+    """
+
+    members: list[Trajectory]
+    samples: list[list[TrainSample]]
+    metrics: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -32,63 +47,69 @@ class Experience:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def build_experience(
-    groups: Sequence[TrajectoryGroup],
-    config: AlgorithmConfig,
-    *,
-    temperature: float,
-    policy: str = "main",
-    max_tokens_per_row: int | None = None,
-) -> Experience:
-    """Turn groups into rows with advantages.
+def collect(
+    groups: Sequence[TrajectoryGroup], *, policy: str = "main", max_tokens_per_row: int | None = None
+) -> Collected:
+    """Find what can be learned from in groups.
 
-    A trajectory is one member of its group, however many branches (rows) it has: all of them carry its advantage, or
-    that of their turns, as ``config.credit`` says.
     Trajectories that an error ended are no members: a failure is not a reward. Neither are those in which nothing was
-    sampled (the game ended before it was their turn): their reward says nothing of the policy. Who is compared with
-    whom is decided by ``Trajectory.group_id``: sessions of different roles within an episode are compared apart, unless
-    the run says otherwise, and what other policies did is compared with nothing.
+    sampled (the game ended before it was their turn): their reward says nothing of the policy. What other policies did
+    is compared with nothing.
 
     Args:
         groups: Finished groups.
-        config: Which estimator, and whether groups without differences are left out.
-        temperature: What the rollouts were sampled with.
         policy: Only trajectories of this policy are trained.
         max_tokens_per_row: Rows are cut after this many tokens.
+    """
+    mine = [each for group in groups for each in group.trajectories if each.policy == policy]
+    whole = [each for each in mine if each.error is None]
+    members = [each for each in whole if each.sampled_tokens]
+    found = [to_samples(each, max_tokens=max_tokens_per_row) for each in members]
+    metrics = _trajectory_metrics(whole) | _source_metrics(groups, policy) | _role_metrics(groups, policy)
+    metrics |= {
+        "batch/trajectories": float(len(whole)),
+        "batch/silent": float(len(whole) - len(members)),
+        "batch/failed": float(len(mine) - len(whole) + sum(group.failed for group in groups)),
+        "batch/cut_tokens": float(sum(each.unowned_tokens for each in found)),
+        "batch/empty_leaves": float(sum(each.empty_leaves for each in found)),
+    }
+    return Collected(members, [each.rows for each in found], metrics)
+
+
+def build_experience(collected: Collected, config: AlgorithmConfig, *, temperature: float) -> Experience:
+    """Turn members into rows with advantages.
+
+    A trajectory is one member of its group, however many branches (rows) it has: all of them carry its advantage, or
+    that of their turns, as ``config.credit`` says. Who is compared with whom is decided by ``Trajectory.group_id``:
+    sessions of different roles within an episode are compared apart, unless the run says otherwise.
+
+    Args:
+        collected: Who is compared, and their rows.
+        config: Which estimator, and whether groups without differences are left out.
+        temperature: What the rollouts were sampled with.
 
     Raises:
         RegistryError: No such estimator.
         ConfigError: The credit's function cannot be loaded.
         TrainError: A reward, or what a turn is worth, is not finite.
     """
-    mine = [each for group in groups for each in group.trajectories if each.policy == policy]
-    whole = [each for each in mine if each.error is None]
-    members = [each for each in whole if each.sampled_tokens]
-    result = assign(members, config)
-    dead = result.dead
+    result = assign(collected.members, config)
     rows: list[TrainRow] = []
-    cut = empty = 0
-    for number, trajectory in enumerate(members):
-        samples = to_samples(trajectory, max_tokens=max_tokens_per_row)
-        cut += samples.unowned_tokens
-        empty += samples.empty_leaves
-        if not (dead[number] and config.drop_zero_variance):
-            value = result.values[number]
-            rows += [TrainRow(each, on_tokens(each, value), temperature=temperature) for each in samples.rows]
-    metrics = _trajectory_metrics(whole, dead) | _source_metrics(groups, policy) | _role_metrics(groups, policy)
-    metrics |= credit_metrics(result)
-    metrics |= {
-        "batch/groups": float(result.groups),
-        "batch/dead_groups": float(result.dead_groups),
-        "batch/trajectories": float(len(whole)),
-        "batch/silent": float(len(whole) - len(members)),
-        "batch/failed": float(len(mine) - len(whole) + sum(group.failed for group in groups)),
-        "batch/rows": float(len(rows)),
-        "batch/trained_tokens": float(sum(row.sample.trained_tokens for row in rows)),
-        "batch/tokens": float(sum(len(row.sample.input_ids) for row in rows)),
-        "batch/cut_tokens": float(cut),
-        "batch/empty_leaves": float(empty),
-    }
+    for samples, value, dead in zip(collected.samples, result.values, result.dead, strict=True):
+        if not (dead and config.drop_zero_variance):
+            rows += [TrainRow(each, on_tokens(each, value), temperature=temperature) for each in samples]
+    metrics = (
+        collected.metrics
+        | credit_metrics(result)
+        | {
+            "reward/informative": (len(result.dead) - sum(result.dead)) / max(1, len(result.dead)),
+            "batch/groups": float(result.groups),
+            "batch/dead_groups": float(result.dead_groups),
+            "batch/rows": float(len(rows)),
+            "batch/trained_tokens": float(sum(row.sample.trained_tokens for row in rows)),
+            "batch/tokens": float(sum(len(row.sample.input_ids) for row in rows)),
+        }
+    )
     return Experience(rows, metrics)
 
 
@@ -117,8 +138,8 @@ def _role_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, f
     return metrics
 
 
-def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> dict[str, float]:
-    """Return means over trajectories, every trajectory counting once; ``dead`` says it of those that are compared."""
+def _trajectory_metrics(members: Sequence[Trajectory]) -> dict[str, float]:
+    """Return means over trajectories, every trajectory counting once."""
     count = max(1, len(members))
     rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
     named: defaultdict[str, float] = defaultdict(float)
@@ -139,7 +160,6 @@ def _trajectory_metrics(members: Sequence[Trajectory], dead: Sequence[bool]) -> 
         metrics |= {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(correction=0)),
-            "reward/informative": (len(dead) - sum(dead)) / max(1, len(dead)),
         }
     metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(named.items())}
     metrics |= {name: total / count for name, total in sorted(context.items())}

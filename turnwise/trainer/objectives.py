@@ -70,11 +70,11 @@ class PolicyObjective:
         logprobs, entropy = scores.logprobs, scores.entropy
         device = logprobs.device
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs.to(device)
-        weights = batch.at_targets(batch.weights).to(device)
-        rollout = batch.at_targets(batch.rollout_logprobs).to(device)
+        weights = batch.weights.to(device)
+        rollout = batch.rollout_logprobs.to(device)
         data = {"sequences": batch.sequences, "turns": batch.turns, "selected": batch.selected}
         read = {name: value.to(device) for name, value in data.items() if value is not None and name in self.loss.reads}
-        advantages = batch.at_targets(batch.advantages).to(device)
+        advantages = batch.advantages.to(device)
         result: LossSums = self.loss(
             logprobs, old, advantages, weights, rollout_logprobs=rollout, entropy=entropy, **read
         )
@@ -113,5 +113,5 @@ class CrossEntropyObjective:
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
         """Return the summed loss of a micro-batch."""
-        weights = batch.at_targets(batch.weights).to(scores.logprobs.device)
+        weights = batch.weights.to(scores.logprobs.device)
         return cross_entropy_loss(scores.logprobs, weights)

@@ -39,39 +39,43 @@ class TrainRow:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows laid end to end. Everything per token has shape [1, T].
+    """Rows laid end to end, and the N tokens of them that are trained, in the order of ``rows`` and of their tokens.
+
+    What the forward pass sees has shape [1, T], what is known of a trained token shape [N].
 
     Attributes:
-        input_ids: int64.
-        position_ids: int64, starting again at 0 in each segment.
-        segments: (start, length, parent) of each row; parent is the segment whose ids come before, -1 for none.
-        loss_mask: bool, true on the tokens that are trained.
-        rollout_logprobs: float32, what the inference server reported; 0 on tokens that were not sampled.
-        advantages: float32; 0 on tokens that are not trained.
-        weights: float32, loss weight per token; 0 on tokens that are not trained.
-        temperatures: float32, the divisor of the logits that predict the token (never 0).
-        targets: int64 of shape [N], where ``loss_mask`` is true: positions in [0, T) of the trained tokens.
-        rows: For each segment the index of its row in what was packed.
-        sequences: int64 of shape [N], the number (from 0) of the row that each trained token belongs to.
-        turns: int64 of shape [N], the number (from 0) of its turn; turns of different rows have different numbers.
-        old_logprobs: float32 of shape [N], log-probabilities that the ratio of a policy loss divides by; None means
-            those of the forward pass itself (the ratio is then exactly 1).
-        selected: bool of shape [N], what the loss chose of the whole step (``losses.Loss.select``), or None.
+        input_ids: int64 of shape [1, T].
+        position_ids: int64 of shape [1, T], starting again at 0 in each segment without a parent.
+        segments: (start, length, parent) of each segment; parent is the segment whose ids come before, -1 for none.
+        rows: Indices of the rows in what was packed.
+        predictors: int64, the position in [0, T) whose state predicts the token.
+        target_ids: int64, the token.
+        rollout_logprobs: float32, what the inference server reported of it.
+        advantages: float32.
+        weights: float32, its loss weight.
+        temperatures: float32, the divisor of the logits that predict it (never 0).
+        sequences: int64, the number (from 0) of the row that it belongs to: its place in ``rows``.
+        turns: int64, the number (from 0) of its turn; turns of different rows have different numbers.
+        old_logprobs: float32, log-probabilities that the ratio of a policy loss divides by; None means those of the
+            forward pass itself (the ratio is then exactly 1).
+        ref_logprobs: float32, log-probabilities of the reference policy, or None where nothing reads them.
+        selected: bool, what the loss chose of the whole step (``losses.Loss.select``), or None.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     segments: tuple[tuple[int, int, int], ...]
-    loss_mask: Tensor
+    rows: tuple[int, ...]
+    predictors: Tensor
+    target_ids: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
     temperatures: Tensor
-    targets: Tensor
-    rows: tuple[int, ...]
     sequences: Tensor
     turns: Tensor
     old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
     selected: Tensor | None = None
 
     @property
@@ -82,11 +86,7 @@ class MicroBatch:
     @property
     def trained_tokens(self) -> int:
         """How many tokens are trained."""
-        return self.targets.shape[0]
-
-    def at_targets(self, values: Tensor) -> Tensor:
-        """Return the elements of a [1, T] tensor at the trained tokens, shape [N]."""
-        return values[0, self.targets]
+        return self.predictors.shape[0]
 
 
 def pack(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
@@ -153,26 +153,26 @@ def _lay(rows: Sequence[TrainRow], members: Sequence[int]) -> MicroBatch:
     chosen = [rows[index] for index in members]
     lengths = [len(row.sample.input_ids) for row in chosen]
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
+    ids = np.concatenate([row.sample.input_ids for row in chosen]).astype(np.int64)
     mask = np.concatenate([row.sample.loss_mask for row in chosen])
+    targets = np.flatnonzero(mask)
 
-    def spread(values: Sequence[float | npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    def of_tokens(values: Sequence[float | npt.NDArray[np.float32]]) -> Tensor:
         full = [np.broadcast_to(np.asarray(v, np.float32), (n,)) for v, n in zip(values, lengths, strict=True)]
-        return np.concatenate(full)
-
-    def tensor(values: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values))[None]
+        return torch.from_numpy(np.concatenate(full)[targets])
 
     return MicroBatch(
-        input_ids=tensor(np.concatenate([row.sample.input_ids for row in chosen]).astype(np.int64)),
-        position_ids=tensor(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])),
+        input_ids=torch.from_numpy(ids)[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]))[None],
         segments=tuple((start, length, -1) for start, length in zip(starts, lengths, strict=True)),
-        loss_mask=tensor(mask),
-        rollout_logprobs=tensor(spread([row.sample.rollout_logprobs for row in chosen])),
-        advantages=tensor(np.where(mask, spread([row.advantage for row in chosen]), np.float32(0))),
-        weights=tensor(np.where(mask, spread([row.weight * row.importance for row in chosen]), np.float32(0))),
-        temperatures=tensor(spread([row.temperature or 1.0 for row in chosen])),
-        targets=torch.from_numpy(np.flatnonzero(mask)),
         rows=tuple(members),
+        # The token at position t is predicted by the state at t - 1; no row trains its first token.
+        predictors=torch.from_numpy(targets - 1),
+        target_ids=torch.from_numpy(ids[targets]),
+        rollout_logprobs=of_tokens([row.sample.rollout_logprobs for row in chosen]),
+        advantages=of_tokens([row.advantage for row in chosen]),
+        weights=of_tokens([row.weight * row.importance for row in chosen]),
+        temperatures=of_tokens([row.temperature or 1.0 for row in chosen]),
         sequences=torch.from_numpy(np.repeat(np.arange(len(chosen)), [row.sample.trained_tokens for row in chosen])),
         turns=torch.from_numpy(_turns(chosen)),
     )

@@ -113,12 +113,8 @@ class Policy:
         device = self.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16"):
             hidden = self._hidden(batch, device)
-            targets = batch.targets.to(device)
-            # The token at position t is predicted by the state at t - 1; packing guarantees t >= 1 in its segment.
-            states = hidden[0].index_select(0, targets - 1)
-            ids = batch.input_ids[0].to(device).index_select(0, targets)
-            temperatures = batch.temperatures[0].to(device).index_select(0, targets)
-            return self._score(states, ids, temperatures, entropy)
+            states = hidden[0].index_select(0, batch.predictors.to(device))
+            return self._score(states, batch.target_ids.to(device), batch.temperatures.to(device), entropy)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.

@@ -38,6 +38,7 @@ from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_r
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
 from turnwise.trainer.data import TaskStream, open_tasks
+from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
@@ -244,7 +245,7 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)
-    learner = Learner.create(policy, config.optimizer_steps, model_path=latest)
+    learner = TorchLearner.create(policy, config.optimizer_steps, model_path=latest)
     if latest is not None:
         learner.load(latest)
         restore_rng(state.rng)

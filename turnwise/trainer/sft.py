@@ -26,6 +26,7 @@ from turnwise.inference.renderer import save_format
 from turnwise.inference.scripted import replay
 from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.config import SFTConfig
+from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked, update_metrics
@@ -143,7 +144,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> SFTResult:
             f"max_tokens_per_row {config.max_tokens_per_row} cuts {cut} assistant tokens off", highlight=False
         )
     steps = config.steps or config.epochs * -(-len(rows) // config.conversations)
-    learner = Learner.create(config.policy, steps)
+    learner = TorchLearner.create(config.policy, steps)
     metrics = _train(config, learner, rows, steps, run, console)
     _save(learner, renderer, target)
     return SFTResult(target, steps, metrics, cut)
@@ -195,7 +196,7 @@ def _save(learner: Learner, renderer: Renderer, target: Path) -> None:
     draft = target.parent / f".draft-{target.name}-{os.getpid()}"
     replaced = target.parent / f".replaced-{target.name}-{os.getpid()}"
     try:
-        learner.policy.save_hf(draft, extra=lambda directory: save_format(renderer, directory))
+        learner.save_model(draft, extra=lambda directory: save_format(renderer, directory))
         if target.exists():
             target.rename(replaced)
         draft.rename(target)

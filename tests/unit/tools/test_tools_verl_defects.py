@@ -20,7 +20,7 @@ from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.experience import build_experience
+from turnwise.trainer.experience import build_experience, collect
 from turnwise.trajectory import to_samples
 from turnwise.types import StopReason, ToolCall
 
@@ -326,7 +326,7 @@ class TestBaseTools:
             (turns[2], "tool/count", 20.0),
         ]
         assert (with_tools.reward, without.reward) == (21.5, 1.0)
-        experience = build_experience([group], AlgorithmConfig(), temperature=1.0)
+        experience = build_experience(collect([group]), AlgorithmConfig(), temperature=1.0)
         advantages = {row.sample.trajectory_id: row.advantage for row in experience.rows}
         assert advantages[with_tools.id] == -advantages[without.id] > 0.7
         assert experience.metrics["reward/by_name/tool/count"] == 20.5 / 2

@@ -15,7 +15,8 @@ from turnwise.trainer.advantages import ADVANTAGES
 from turnwise.trainer.aggregation import LossAggregation, weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.learner import Learner, StepResult
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.learner import StepResult
 from turnwise.trainer.losses import LOSSES
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.update import update_policy
@@ -112,7 +113,7 @@ class Gradients:
 
     def __init__(self, path: Path) -> None:
         config = PolicyConfig(model=ModelConfig(path=path, device="cpu"), optim=OptimConfig())
-        self.learner = Learner.create(config, 10)
+        self.learner = TorchLearner.create(config, 10)
         self.found: list[torch.Tensor] = []
         self.forward_backward, self.logprobs = self.learner.forward_backward, self.learner.logprobs
 

@@ -23,7 +23,8 @@ from turnwise.trainer.correction import (
     reduced,
     rejected,
 )
-from turnwise.trainer.learner import Learner, StepResult
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.learner import StepResult
 from turnwise.trainer.metrics import meaning
 from turnwise.trainer.packing import MicroBatch, TrainRow
 from turnwise.trainer.update import update_policy
@@ -160,7 +161,7 @@ class Watched:
 
     def __init__(self, path: Path) -> None:
         config = PolicyConfig(model=ModelConfig(path=path, device="cpu"), optim=OptimConfig())
-        self.learner = Learner.create(config, 10)
+        self.learner = TorchLearner.create(config, 10)
         self.steps: list[tuple[list[MicroBatch], float]] = []
         self.gradients: list[torch.Tensor] = []
         self.logprobs = self.learner.logprobs
@@ -193,8 +194,8 @@ def test_three_policies(model_dir: Models, rows: list[TrainRow]) -> None:
     assert normalizer == 7.0
     assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert batch.old_logprobs is not None
-    ratio = (batch.old_logprobs - batch.at_targets(batch.rollout_logprobs)).exp().clamp(max=1.5)
-    torch.testing.assert_close(batch.at_targets(batch.weights), ratio)
+    ratio = (batch.old_logprobs - batch.rollout_logprobs).exp().clamp(max=1.5)
+    torch.testing.assert_close(batch.weights, ratio)
     assert metrics["correction/weight"] == pytest.approx(ratio.mean().item(), rel=1e-5)
     split, _ = update(model_dir(), rows, budget=1, **given)
     torch.testing.assert_close(split.gradients[0], watched.gradients[0], atol=1e-6, rtol=1e-5)
@@ -211,7 +212,7 @@ def test_bypass_rejects_what_is_too_far_from_the_rollout(model_dir: Models, rows
     assert 0 < kept < 7
     for batch in batches:
         assert batch.old_logprobs is not None
-        assert torch.equal(batch.old_logprobs, batch.at_targets(batch.rollout_logprobs))
+        assert torch.equal(batch.old_logprobs, batch.rollout_logprobs)
     nothing, metrics = update(
         model_dir(), rows, correction={"weights": "none", "reject": [reject | {"high": 1.000001}]}
     )

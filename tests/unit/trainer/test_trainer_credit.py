@@ -19,7 +19,7 @@ from turnwise.trainer.advantages import grpo
 from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig, CreditConfig
 from turnwise.trainer.credit import compared, load_credit, returns, shares, turn_rewards
-from turnwise.trainer.experience import build_experience
+from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.metrics import meaning
 from turnwise.trainer.packing import pack
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
@@ -50,7 +50,7 @@ def trajectory(
 
 def build(members: list[Trajectory], credit: object = "same", **config: object):
     algorithm = load_config(AlgorithmConfig, defaults={"norm_by_std": False, "credit": credit, **config})
-    return build_experience([TrajectoryGroup("g", "task", members)], algorithm, temperature=1.0)
+    return build_experience(collect([TrajectoryGroup("g", "task", members)]), algorithm, temperature=1.0)
 
 
 def told(result) -> dict[str, list[float]]:
@@ -283,10 +283,10 @@ def test_every_sampled_token_is_trained_once_with_its_weight_whatever_the_credit
         if sum(each.group_id == row.sample.group_id for each in members) == 1:
             assert not np.any(row.advantage)
     for micro in pack(result.rows, 64):
-        for (start, length, _), index in zip(micro.segments, micro.rows, strict=True):
+        for number, index in enumerate(micro.rows):
             row = result.rows[index]
-            wanted = np.where(row.sample.loss_mask, row.advantage, 0).astype(np.float32)
-            assert micro.advantages[0, start : start + length].numpy().tolist() == wanted.tolist()
+            wanted = np.broadcast_to(np.float32(row.advantage), row.sample.loss_mask.shape)[row.sample.loss_mask]
+            assert micro.advantages[micro.sequences == number].tolist() == wanted.tolist()
 
 
 @given(st.lists(st.lists(REWARD, min_size=1, max_size=6), min_size=2, max_size=6), st.booleans())

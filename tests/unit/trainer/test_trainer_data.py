@@ -15,7 +15,7 @@ from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.checkpoint import TrainerState
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream, open_tasks
-from turnwise.trainer.experience import build_experience
+from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, as_ids
@@ -119,9 +119,9 @@ def test_rewards_are_told_by_source() -> None:
         return TrajectoryGroup(name, name, members, source=source)
 
     groups = [group("a", "openai/gsm8k", 1.0, 0.0), group("b", "sql", 0.5, 0.5), group("c", "sql", 0.0, 0.0)]
-    metrics = build_experience(groups, AlgorithmConfig(), temperature=1.0).metrics
+    metrics = build_experience(collect(groups), AlgorithmConfig(), temperature=1.0).metrics
     assert metrics["reward/by_source/openai_gsm8k"] == 0.5
     assert metrics["reward/by_source/sql"] == 0.25
     assert meaning("reward/by_source/sql")
-    plain = build_experience([group("d", None, 1.0, 0.0)], AlgorithmConfig(), temperature=1.0).metrics
+    plain = build_experience(collect([group("d", None, 1.0, 0.0)]), AlgorithmConfig(), temperature=1.0).metrics
     assert not [name for name in plain if name.startswith("reward/by_source")]

@@ -5,7 +5,7 @@ import pytest
 
 from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.experience import build_experience
+from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
@@ -52,7 +52,7 @@ def trajectory(
 
 def build(members: list[Trajectory], failed: int = 0, **config: object):
     algorithm = AlgorithmConfig.model_validate({"norm_by_std": False, **config})
-    return build_experience([TrajectoryGroup("g", "task", members, failed=failed)], algorithm, temperature=0.7)
+    return build_experience(collect([TrajectoryGroup("g", "task", members, failed=failed)]), algorithm, temperature=0.7)
 
 
 def test_branches_share_the_advantage_of_one_member() -> None:
@@ -147,7 +147,7 @@ def test_who_never_spoke_is_compared_with_nobody() -> None:
 def test_cut_rows_are_counted() -> None:
     algorithm = AlgorithmConfig()
     group = TrajectoryGroup("g", "task", [trajectory("a", 1.0), trajectory("b", 0.0)])
-    result = build_experience([group], algorithm, temperature=1.0, max_tokens_per_row=5)
+    result = build_experience(collect([group], max_tokens_per_row=5), algorithm, temperature=1.0)
     assert result.metrics["batch/cut_tokens"] == 4
     assert result.metrics["batch/trained_tokens"] == 4
 

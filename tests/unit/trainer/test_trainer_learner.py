@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.config import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
-from turnwise.trainer.learner import Learner, pick_device
+from turnwise.trainer.engines.torch import TorchLearner, pick_device
 from turnwise.trainer.losses import LossSums
 from turnwise.trainer.metrics import checked, meaning, update_metrics
 from turnwise.trainer.objectives import CrossEntropyObjective, PolicyObjective
@@ -24,16 +24,16 @@ Models = Callable[..., Path]
 
 def make_learner(
     path: Path, total_steps: int = 100, schedule: ScheduleConfig | None = None, **optim: object
-) -> Learner:
+) -> TorchLearner:
     config = PolicyConfig(
         model=ModelConfig(path=path, device="cpu"),
         optim=OptimConfig.model_validate({"lr": 1e-3, **optim}),
         schedule=schedule or ScheduleConfig(),
     )
-    return Learner.create(config, total_steps)
+    return TorchLearner.create(config, total_steps)
 
 
-def gradients(learner: Learner) -> list[torch.Tensor]:
+def gradients(learner: TorchLearner) -> list[torch.Tensor]:
     found = [p.grad.clone() for p in learner.policy.model.parameters() if p.grad is not None]
     learner.policy.model.zero_grad()
     return found
@@ -54,7 +54,7 @@ def test_gradients_do_not_depend_on_micro_batches(
     for budget in (*budgets, 100_000):
         batches = pack(rows, budget)
         for batch in batches:
-            batch.old_logprobs = batch.at_targets(batch.rollout_logprobs)
+            batch.old_logprobs = batch.rollout_logprobs
         stats = learner.forward_backward(batches, objective, normalizer=17.0)
         found.append((stats, gradients(learner)))
     whole_stats, whole = found[-1]
@@ -83,7 +83,7 @@ def test_ratio_other_than_one(model_dir: Models, row: Row) -> None:
     learner.optim_step()
     second = learner.forward_backward(batches, objective, 24.0)
     ratio = torch.cat([(new - was).exp() for new, was in zip(learner.logprobs(batches), old, strict=True)])
-    advantages = torch.cat([batch.at_targets(batch.advantages) for batch in batches])
+    advantages = torch.cat([batch.advantages for batch in batches])
     expected = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).sum() / 24.0
     assert second.loss == pytest.approx(expected.item(), rel=1e-4)
     assert second.means["ratio"] == pytest.approx(ratio.mean().item(), rel=1e-5)
@@ -110,7 +110,7 @@ def test_the_gap_to_the_rollout_is_measured(model_dir: Models, row: Row) -> None
     (batch,) = pack([row(12)], 100)
     exact = learner.logprobs([batch])[0]
     shift = torch.linspace(0, 0.3, len(exact))
-    batch.rollout_logprobs[0, batch.targets] = exact - shift
+    batch.rollout_logprobs = exact - shift
     stats = learner.forward_backward([batch], PolicyObjective(), 6.0)
     assert stats.means["gap_abs"] == pytest.approx(0.15, abs=1e-5)
     assert stats.maxima["gap_max"] == pytest.approx(0.3, abs=1e-5)
@@ -196,7 +196,7 @@ def test_a_step_without_rows_changes_nothing(model_dir: Models, row: Row) -> Non
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_save_and_load_continue_bit_for_bit(model_dir: Models, row: Row, tmp_path: Path, name: str) -> None:
-    def advance(learner: Learner, steps: range) -> None:
+    def advance(learner: TorchLearner, steps: range) -> None:
         for step in steps:
             learner.forward_backward(pack([row(12, seed=step), row(7, seed=step + 50)], 15), PolicyObjective(), 9.0)
             learner.optim_step()
@@ -247,7 +247,7 @@ def test_updates_combined(model_dir: Models, row: Row) -> None:
     updates = []
     for length in (8, 20):
         (batch,) = pack([row(length)], 100)
-        batch.old_logprobs = batch.at_targets(batch.rollout_logprobs)
+        batch.old_logprobs = batch.rollout_logprobs
         updates.append((learner.forward_backward([batch], PolicyObjective(), 1.0), learner.optim_step()))
     updates.append((learner.forward_backward([], PolicyObjective(), 1.0), learner.optim_step()))
     combined = update_metrics(updates)

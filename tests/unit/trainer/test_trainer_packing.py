@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,12 +51,13 @@ def test_every_row_is_whole_in_exactly_one_micro_batch(sizes: list[tuple[int, in
             expected_start += length
             assert batch.input_ids[0, part].tolist() == row.sample.input_ids.tolist()
             assert batch.position_ids[0, part].tolist() == list(range(length))
-            assert batch.loss_mask[0, part].tolist() == row.sample.loss_mask.tolist()
-            assert batch.rollout_logprobs[0, part].tolist() == row.sample.rollout_logprobs.tolist()
-            mask = row.sample.loss_mask
-            assert batch.weights[0, part].tolist() == np.where(mask, row.weight, 0).tolist()
-            assert batch.temperatures[0, part].tolist() == [row.temperature] * length
-        assert batch.targets.tolist() == torch.nonzero(batch.loss_mask[0]).flatten().tolist()
+            mask, mine = row.sample.loss_mask, batch.sequences == batch.rows.index(number)
+            assert batch.target_ids[mine].tolist() == row.sample.input_ids[mask].tolist()
+            assert (batch.predictors[mine] - start).tolist() == (np.flatnonzero(mask) - 1).tolist()
+            assert batch.rollout_logprobs[mine].tolist() == row.sample.rollout_logprobs[mask].tolist()
+            assert batch.weights[mine].tolist() == [row.weight] * int(mask.sum())
+            assert batch.temperatures[mine].tolist() == [row.temperature] * int(mask.sum())
+        assert batch.sequences.tolist() == sorted(batch.sequences.tolist())
         seen += batch.rows
     assert sorted(seen) == [n for n, row in enumerate(rows) if row.sample.trained_tokens]
     again = pack(rows, budget)
@@ -73,9 +73,9 @@ def test_first_fit_fills_gaps_with_short_rows() -> None:
 def test_advantages_per_token_and_greedy_temperature(row: Callable[..., TrainRow]) -> None:
     values = np.arange(6, dtype=np.float32)
     (batch,) = pack([row(6, [2, 5], advantage=values, temperature=0.0)], 10)
-    assert batch.advantages[0].tolist() == [0, 0, 2, 0, 0, 5]
-    assert batch.temperatures[0].tolist() == [1.0] * 6
-    assert batch.at_targets(batch.advantages).tolist() == [2, 5]
+    assert batch.advantages.tolist() == [2, 5]
+    assert batch.temperatures.tolist() == [1.0, 1.0]
+    assert batch.predictors.tolist() == [1, 4]
     assert batch.trained_tokens == 2
 
 

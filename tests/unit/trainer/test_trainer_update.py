@@ -11,7 +11,7 @@ import torch
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
-from turnwise.trainer.learner import Learner
+from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.update import minibatches, update_policy
 
@@ -27,7 +27,7 @@ class Watched:
         config = PolicyConfig(
             model=ModelConfig(path=path, device="cpu"), optim=OptimConfig(lr=0.01), schedule=ScheduleConfig()
         )
-        self.learner = Learner.create(config, 100)
+        self.learner = TorchLearner.create(config, 100)
         self.steps: list[tuple[list[MicroBatch], float]] = []
         self.recomputed = 0
 
@@ -45,9 +45,8 @@ class Watched:
 
 def by_row(batch: MicroBatch, values: torch.Tensor) -> Iterator[tuple[Key, torch.Tensor]]:
     """Values of shape [N] cut into rows, each named by its ids."""
-    for start, length, _ in batch.segments:
-        mine = (batch.targets >= start) & (batch.targets < start + length)
-        yield tuple(batch.input_ids[0, start : start + length].tolist()), values[mine]
+    for number, (start, length, _) in enumerate(batch.segments):
+        yield tuple(batch.input_ids[0, start : start + length].tolist()), values[batch.sequences == number]
 
 
 @pytest.fixture
@@ -115,7 +114,8 @@ def test_each_epoch_sees_every_row_once_and_deals_anew(model_dir: Models, rows) 
     watched = Watched(model_dir())
     update(watched, rows, epochs=4, minibatches=2)
     parts = [
-        frozenset(key for batch in batches for key, _ in by_row(batch, batch.targets)) for batches, _ in watched.steps
+        frozenset(key for batch in batches for key, _ in by_row(batch, batch.target_ids))
+        for batches, _ in watched.steps
     ]
     everything = {tuple(each.sample.input_ids.tolist()) for each in rows}
     for first, second in zip(parts[::2], parts[1::2], strict=True):

@@ -11,7 +11,7 @@ import torch
 from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.learner import Learner
+from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.update import update_policy
@@ -19,11 +19,11 @@ from turnwise.trainer.update import update_policy
 BATCH = BatchConfig(max_tokens_per_micro_batch=64)
 
 
-def learner(path: Path) -> Learner:
-    return Learner.create(PolicyConfig(model=ModelConfig(path=path, device="cpu"), optim=OptimConfig(lr=0.01)), 10)
+def learner(path: Path) -> TorchLearner:
+    return TorchLearner.create(PolicyConfig(model=ModelConfig(path=path, device="cpu"), optim=OptimConfig(lr=0.01)), 10)
 
 
-def weights(of: Learner) -> torch.Tensor:
+def weights(of: TorchLearner) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten() for _, tensor in of.export_weights()])
 
 

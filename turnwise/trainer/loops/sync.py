@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from turnwise.errors import TrainError
-from turnwise.trainer.experience import build_experience
+from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.run import TrainRun
 from turnwise.trainer.update import update_policy
 
@@ -32,14 +32,10 @@ async def train_sync(run: TrainRun) -> None:
         sampled = time.monotonic()
 
         run.display.status(f"step {step}: updating")
-        experience = build_experience(
-            groups,
-            config.algorithm,
-            temperature=config.rollout.temperature,
-            max_tokens_per_row=config.batch.max_tokens_per_row,
-        )
-        if not experience.metrics["batch/trajectories"]:
+        collected = collect(groups, max_tokens_per_row=config.batch.max_tokens_per_row)
+        if not collected.metrics["batch/trajectories"]:
             raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
+        experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature)
         with run.updating(step):
             for epoch in range(config.algorithm.epochs):
                 run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
