@@ -123,6 +123,20 @@ async def test_a_completion_is_complete(client):
     assert (len(completion.token_ids), completion.finish_reason) == (9, "length")
 
 
+async def test_given_ids_are_scored_or_refused(client, request):
+    ids = as_ids([1, 2, 3, 4])
+    if "[scripted]" in request.node.name or "[ledger]" in request.node.name:
+        with pytest.raises(RequestRefused, match="ScriptedClient cannot score given ids"):
+            await client.score(ids)
+        return
+    completion = await client.generate(PROMPT, PARAMS, session_id="")
+    found = await client.score(np.concatenate([PROMPT.ids, completion.token_ids]))
+    assert found.dtype == np.float32
+    assert found[0] == 0.0
+    # What was sampled at temperature 1 was told the same.
+    assert np.abs(found[len(PROMPT.ids) :] - completion.logprobs).max() < 1e-4
+
+
 async def test_the_prompt_is_not_touched(client):
     ids = as_ids([1, 2, 3, 4])
     ids.flags.writeable = False

@@ -98,6 +98,14 @@ async def test_logprobs_are_of_the_temperature_before_truncation(
         check_logprobs(reference, prompt, done, 0.0)
 
 
+async def test_given_ids_are_scored_at_temperature_one(client: HTTPClient, reference: Any) -> None:
+    for prompt in prompts(reference.config.vocab_size, 4):
+        found = await client.score(prompt.ids)
+        expected = torch.log_softmax(logits(reference, TokenPrompt(prompt.ids[:1]), prompt.ids[1:]), -1)
+        chosen = expected.gather(1, torch.from_numpy(prompt.ids[1:].astype(np.int64)).unsqueeze(1)).squeeze(1)
+        assert np.abs(found[1:] - chosen.numpy()).max() < CLOSE
+
+
 async def test_a_seed_decides_and_another_decides_otherwise(client: HTTPClient, reference: Any) -> None:
     prompt = prompts(reference.config.vocab_size, 1)[0]
     params = [SamplingParams(temperature=1.5, max_tokens=20, seed=seed, ignore_eos=True) for seed in (5, 5, 6)]

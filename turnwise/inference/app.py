@@ -151,6 +151,7 @@ class App:
             continued=request.continued,
             stream=request.stream,
             held=held,
+            scored=request.scored,
         )
         engine.submit(generation)
         # The next message of a request that was read to its end is its disconnection.
@@ -192,6 +193,8 @@ class App:
             "choices": [_choice(request, output)],
             "usage": _usage(output, len(output.token_ids)),
         }
+        if request.scored:
+            body["prompt_logprobs"] = wire.encode_prompt_logprobs(request.token_ids, output.prompt_logprobs)
         await answer_json(send, 200, orjson.dumps(body))
 
     async def _stream(self, request: GenerateRequest, name: str, queue: asyncio.Queue[Output], send: Send) -> None:

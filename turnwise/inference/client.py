@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,9 +18,10 @@ import orjson
 
 from turnwise.errors import GuideRefused, InferenceError, RequestRefused, TurnwiseError
 from turnwise.inference import wire
+from turnwise.inference.balancer import Balancer
 from turnwise.inference.connections import Answer, ConnectionFailed, Connections
 from turnwise.inference.core import LLMClient, ModelInfo
-from turnwise.inference.generate_request import encode_request
+from turnwise.inference.generate_request import encode_request, encode_scoring
 from turnwise.types import (
     Completion,
     FinishReason,
@@ -33,42 +33,9 @@ from turnwise.types import (
     VersionSpan,
 )
 
-_REMEMBERED_SESSIONS = 65536
 _EMPTY_ABORTS = 100
 _ABORT_WAIT = 0.05
 _log = logging.getLogger(__name__)
-
-
-class Balancer:
-    """Which of several servers gets a request: the one that holds the session's prefix, else the least busy."""
-
-    def __init__(self, count: int, *, remembered: int = _REMEMBERED_SESSIONS) -> None:
-        self._busy = [0] * count
-        self._home: OrderedDict[str, int] = OrderedDict()
-        self._remembered = remembered
-
-    def take(self, session_id: str, *, avoid: int | None = None) -> int:
-        """Choose a server and count a request on it.
-
-        Args:
-            session_id: Requests of one session go to one server while it is remembered.
-            avoid: A server that has just failed.
-        """
-        index = self._home.get(session_id) if session_id else None
-        if index is None or (index == avoid and len(self._busy) > 1):
-            choices = [place for place in range(len(self._busy)) if place != avoid or len(self._busy) == 1]
-            index = min(choices, key=self._busy.__getitem__)
-        if session_id:
-            self._home[session_id] = index
-            self._home.move_to_end(session_id)
-            if len(self._home) > self._remembered:
-                self._home.popitem(last=False)
-        self._busy[index] += 1
-        return index
-
-    def give_back(self, index: int) -> None:
-        """Count a request as ended."""
-        self._busy[index] -= 1
 
 
 @dataclass(slots=True)
@@ -182,7 +149,8 @@ class HTTPClient(LLMClient):
         """Sample one completion. See :meth:`LLMClient.generate`."""
         progress = _start(prompt, params)
         while True:
-            raw, url = await self._post(progress, session_id)
+            body = progress.body(stream=False, model=self._model)
+            raw, url = await self._post(body, session_id, guided=params.guide is not None)
             choice = wire.decode_response(_parse(raw, url), url)
             progress.add(choice.token_ids, choice.logprobs)
             progress.end_part(choice.spans, url)
@@ -241,6 +209,17 @@ class HTTPClient(LLMClient):
             _check_free(progress, url)
             await _wait_after_abort(progress, url, progress.sampled - before)
 
+    async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
+        """Return log-probabilities of given ids. See :meth:`LLMClient.score`."""
+        data = encode_scoring(token_ids, model=self._model)
+        for _ in range(_EMPTY_ABORTS):
+            raw, url = await self._post(data, session_id)
+            found = wire.decode_prompt_logprobs(_parse(raw, url), token_ids, url)
+            if found is not None:
+                return found
+            await asyncio.sleep(_ABORT_WAIT)
+        raise InferenceError(f"{url} aborted a request {_EMPTY_ABORTS} times in a row without scoring anything")
+
     async def model_info(self) -> ModelInfo:
         """Return what the first server serves."""
         url = self._urls[0]
@@ -272,9 +251,8 @@ class HTTPClient(LLMClient):
             raise InferenceError("this client is closed")
         return self._connections
 
-    async def _post(self, progress: _Progress, session_id: str) -> tuple[bytes, str]:
+    async def _post(self, data: bytes, session_id: str, *, guided: bool = False) -> tuple[bytes, str]:
         """Send a request until it is answered or the tries are spent; return the body and who answered."""
-        data = progress.body(stream=False, model=self._model)
         failures = 0
         avoid = None
         while True:
@@ -283,7 +261,7 @@ class HTTPClient(LLMClient):
             try:
                 status, raw = await self._pool().ask("POST", url + wire.GENERATE, data, _session_header(session_id))
                 if status != 200:
-                    raise _refusal(status, raw, url, guided=progress.params.guide is not None)
+                    raise _refusal(status, raw, url, guided=guided)
                 return raw, url
             except ConnectionFailed as error:
                 failures += 1

@@ -13,9 +13,20 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from turnwise.errors import RequestRefused
 from turnwise.inference.canonical import Canonical
 from turnwise.inference.template_args import TemplateArguments
-from turnwise.types import Completion, Guide, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
+from turnwise.types import (
+    Completion,
+    Guide,
+    Logprobs,
+    Message,
+    SamplingParams,
+    TokenDelta,
+    TokenIds,
+    TokenPrompt,
+    ToolSchema,
+)
 
 Item = TypeVar("Item")
 
@@ -72,6 +83,24 @@ class LLMClient(ABC):
     @abstractmethod
     def stream(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> AsyncIterator[TokenDelta]:
         """Sample one completion, piece by piece. Same arguments and errors as :meth:`generate`."""
+
+    async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
+        """Return how likely the model finds ids that it did not sample.
+
+        Args:
+            token_ids: int32 of shape [tokens], fewer than the context length.
+            session_id: As for :meth:`generate`.
+
+        Returns:
+            float32 of shape [tokens]: log-probability of each id given those before it, at temperature 1; 0 for the
+            first, which nothing predicts.
+
+        Raises:
+            InferenceError: The server failed, or answered nothing of the kind.
+            RequestRefused: The server refused the request, or this client has no way to ask.
+        """
+        del token_ids, session_id
+        raise RequestRefused(f"{type(self).__name__} cannot score given ids: ask a server of token ids")
 
     @abstractmethod
     async def model_info(self) -> ModelInfo:

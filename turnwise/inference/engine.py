@@ -32,11 +32,16 @@ from turnwise.inference.generation import Generation, Output, StopStrings
 from turnwise.inference.kv import RETAINED, KVCache, capacities
 from turnwise.inference.roster import Roster
 from turnwise.inference.sampling import sample
+from turnwise.inference.slots import Slots
 from turnwise.inference.stats import EngineStats
 from turnwise.inference.steps import Step, arrange, build_step
+from turnwise.types import Logprobs
 
 ResultT = TypeVar("ResultT")
+_NONE: Slots = np.zeros(0, dtype=np.int64)
 _KV_TOKENS = 131072
+# Logits of prompts that are scored are held for this many (token, vocabulary) pairs at once: 256 MiB in float32.
+_SCORED_LOGITS = 1 << 26
 
 
 class Engine:
@@ -203,8 +208,12 @@ class Engine:
             if self._cache.compact(self._roster.running):
                 self._roster.running = arrange(self._cache, self._roster.running)
             step = self._plan()
-            logits = self.model.forward(step.ids, step.positions, step.plan, step.keep)
-            self._advance(step, logits)
+            places, targets = self._targets(step)
+            keep = np.concatenate([step.keep, places]) if len(places) else step.keep
+            logits = self.model.forward(step.ids, step.positions, step.plan, keep)
+            if len(places):
+                self._roster.table.write(*targets, self._scores(targets, logits[len(step.keep) :]))
+            self._advance(step, logits[: len(step.keep)])
         return True
 
     def _enqueue(self, generation: Generation) -> None:
@@ -239,12 +248,42 @@ class Engine:
         if len(prompts):
             # Prompts are read in order of arrival, as far as the step's tokens reach; decoding never waits.
             left = max(self._max_batch_tokens - (len(slots) - len(prompts)), min(64, self._max_batch_tokens))
+            scored = max(1, _SCORED_LOGITS // self.model.vocabulary)
             for place in sorted(prompts.tolist(), key=lambda place: self._roster.occupant(int(slots[place])).order):
                 sizes[place] = min(int(sizes[place]), left)
+                if int(slots[place]) in self._roster.scored:
+                    sizes[place] = min(int(sizes[place]), scored)
+                    scored -= int(sizes[place])
                 left -= int(sizes[place])
             slots, sizes = slots[sizes > 0], sizes[sizes > 0]
         model = self.model
         return build_step(cache, slots, sizes, heads=model.geometry.heads, dtype=model.dtype, device=model.device)
+
+    def _targets(self, step: Step) -> tuple[Slots, tuple[Slots, Slots]]:
+        """Return which tokens of a step predict an id of a prompt that is scored, and the slots and places of those."""
+        places, slots, positions = [], [], []
+        begins = np.cumsum(step.sizes) - step.sizes
+        for index in (
+            np.flatnonzero(np.isin(step.slots, list(self._roster.scored))).tolist() if self._roster.scored else ()
+        ):
+            slot, begin = int(step.slots[index]), int(begins[index])
+            start = int(self._cache.cached[slot])
+            # The last id of the prompt predicts what is sampled.
+            last = len(self._roster.occupant(slot).prompt) - 1
+            count = max(0, min(int(step.sizes[index]), last - start))
+            places.append(np.arange(begin, begin + count))
+            slots.append(np.full(count, slot))
+            positions.append(np.arange(start + 1, start + 1 + count))
+        if not places:
+            return _NONE, (_NONE, _NONE)
+        return np.concatenate(places), (np.concatenate(slots), np.concatenate(positions))
+
+    def _scores(self, targets: tuple[Slots, Slots], logits: torch.Tensor) -> Logprobs:
+        """Return the log-probabilities of the ids at these slots and places, before any temperature."""
+        chosen = torch.from_numpy(self._cache.ids[targets].astype(np.int64)).to(logits.device).unsqueeze(1)
+        scaled = logits.float()
+        found: Logprobs = (scaled.gather(1, chosen).squeeze(1) - scaled.logsumexp(-1)).cpu().numpy()
+        return found
 
     def _advance(self, step: Step, logits: torch.Tensor) -> None:
         """Sample, write down, and end what has come to its end."""

@@ -41,7 +41,7 @@ _NEUTRAL: dict[str, Any] = {
 _OURS = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos",
-        "logprobs", "structured_outputs",
+        "logprobs", "prompt_logprobs", "structured_outputs",
     }
 )  # fmt: skip
 
@@ -57,6 +57,7 @@ class GenerateRequest:
         logprobs: Whether log-probabilities are wanted.
         stream: Whether the answer is a stream of events.
         continued: See the module.
+        scored: Whether log-probabilities of the prompt are wanted.
     """
 
     request_id: str | None
@@ -65,6 +66,7 @@ class GenerateRequest:
     logprobs: bool
     stream: bool
     continued: int
+    scored: bool = False
 
 
 def encode_request(
@@ -111,6 +113,13 @@ def encode_request(
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def encode_scoring(token_ids: TokenIds, *, model: str | None = None) -> bytes:
+    """Return the body of a request for the log-probabilities of ids. Servers sample at least one id beyond them."""
+    sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+    body: dict[str, Any] = {"token_ids": np.ascontiguousarray(token_ids), "sampling_params": sampling}
+    return orjson.dumps(body if model is None else {**body, "model": model}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_strings: bool) -> GenerateRequest:
     """Check a generate body.
 
@@ -137,6 +146,14 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
     if continued and sampling.get("structured_outputs") is not None:
         raise BadRequest("continued", "continued goes on in the middle of a grammar: begin the completion again")
     seed = body.get("seed") if continued else None
+    scored = sampling.get("prompt_logprobs")
+    if scored not in (None, 0) or scored is False:
+        raise BadRequest(
+            "sampling_params.prompt_logprobs",
+            f"sampling_params.prompt_logprobs is {short(scored)}, but only the given id's is reported: send 0",
+        )
+    if scored is not None and body.get("stream"):
+        raise BadRequest("sampling_params.prompt_logprobs", "prompt_logprobs are not streamed: leave stream out")
     name = body.get("request_id")
     return GenerateRequest(
         request_id=name if isinstance(name, str) and name else None,
@@ -145,6 +162,7 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
         logprobs=sampling.get("logprobs") is not None,
         stream=bool(body.get("stream")),
         continued=continued,
+        scored=scored is not None,
     )
 
 

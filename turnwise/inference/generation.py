@@ -56,6 +56,7 @@ class Generation:
         session_id: Requests of one session prefer the prefix that the session left.
         continued: How many last ids of the prompt are a completion that goes on (stop strings may begin in them).
         stream: Whether each step's ids are delivered.
+        scored: Whether the log-probabilities of the prompt are wanted: no part of it is then taken over from others.
         tokens: Prompt and what was sampled so far; current while the request holds no memory.
         logprobs: Of what was sampled so far; likewise.
         marks: (weight version, how many ids were sampled when it came into use).
@@ -65,6 +66,7 @@ class Generation:
         order: Its place in the order of arrival.
         held: What holds it to a grammar, if anything.
         leader: Slot, request id and tokens of a prompt being read that this one waits for.
+        scores: Log-probabilities of the prompt's ids but the first, where they are wanted and read.
     """
 
     id: str
@@ -73,6 +75,7 @@ class Generation:
     session_id: str = ""
     continued: int = 0
     stream: bool = False
+    scored: bool = False
     tokens: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     logprobs: Logprobs = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     marks: list[tuple[int, int]] = field(default_factory=list)
@@ -82,6 +85,7 @@ class Generation:
     order: int = 0
     held: Held | None = None
     leader: tuple[int, str, int] | None = None
+    scores: Logprobs | None = None
 
     def spans(self, sampled: int) -> tuple[VersionSpan, ...]:
         """Return which version sampled which of the first ``sampled`` ids."""
@@ -105,6 +109,8 @@ class Generation:
             weight_versions=self.spans(sampled),
             prompt_tokens=start,
             cached_tokens=max(0, self.cached),
+            # What was interrupted may have been read under several weights, or in part.
+            prompt_logprobs=self.scores if reason in ("stop", "length") else None,
         )
 
 
@@ -121,6 +127,8 @@ class Output:
         weight_versions: Spans over the whole completion so far.
         prompt_tokens: Length of the prompt.
         cached_tokens: How much of the prompt was not read again.
+        prompt_logprobs: float32 of shape [prompt_tokens - 1], of the prompt's ids but the first, before any
+            temperature; None where they are not wanted.
     """
 
     id: str
@@ -131,3 +139,4 @@ class Output:
     weight_versions: tuple[VersionSpan, ...]
     prompt_tokens: int
     cached_tokens: int
+    prompt_logprobs: Logprobs | None = None

@@ -153,6 +153,10 @@ class LedgerClient(LLMClient):
                     self._book.note(session_id, prompt.ids, join_deltas(pieces))
                 yield delta
 
+    async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
+        """Ask the inner client. Nothing was sampled that could be in a trajectory: nothing is written down."""
+        return await self._inner.score(token_ids, session_id=session_id)
+
     async def model_info(self) -> ModelInfo:
         """Ask the inner client."""
         return await self._inner.model_info()

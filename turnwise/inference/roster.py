@@ -28,6 +28,7 @@ class Roster:
         waiting: Requests without a slot, in their order of arrival.
         watched: Slots whose ids are looked at one by one (stop strings, streams).
         held: Slots that a grammar holds.
+        scored: Slots whose prompts' log-probabilities are wanted.
         table: How each slot samples, and what.
     """
 
@@ -39,6 +40,7 @@ class Roster:
         self.waiting: deque[Generation] = deque()
         self.watched: set[int] = set()
         self.held: set[int] = set()
+        self.scored: set[int] = set()
         self.table = SlotTable(slots, width)
         self._cache = cache
         self._prefixes = Prefixes(cache)
@@ -77,7 +79,7 @@ class Roster:
                 held.append(generation)
                 continue
             found = Found()
-            if self._prefix_cache:
+            if self._prefix_cache and not generation.scored:
                 found = self._prefixes.find(generation.tokens, generation.session_id)
             if found.wait_for is not None:
                 generation.leader = (found.wait_for, self.occupant(found.wait_for).id, found.tokens)
@@ -152,6 +154,8 @@ class Roster:
         length, start = int(self._cache.length[slot]), len(generation.prompt)
         generation.tokens = self._cache.ids[slot, :length].copy()
         generation.logprobs = self.table.logprobs(slot, start, length)
+        if generation.scored and length > start:
+            generation.scores = self.table.logprobs(slot, 1, start)
         return generation
 
     def _leader_reads(self, generation: Generation) -> bool:
@@ -175,11 +179,14 @@ class Roster:
             self.watched.add(slot)
         if generation.held is not None:
             self.held.add(slot)
+        if generation.scored:
+            self.scored.add(slot)
 
     def _vacate(self, slot: int, *, retain: bool, poisoned: bool) -> None:
         self._generations[slot] = None
         self.watched.discard(slot)
         self.held.discard(slot)
+        self.scored.discard(slot)
         self.running = self.running[self.running != slot]
         if retain and self._cache.cached[slot] >= WORTH_SHARING:
             # What stands beyond the cached tokens cannot be shared: one id that was sampled last.

@@ -125,6 +125,40 @@ def _decode_choice(body: Any, url: str) -> Choice:
     return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans)
 
 
+def encode_prompt_logprobs(
+    token_ids: TokenIds, logprobs: Logprobs | None
+) -> list[dict[str, dict[str, float]] | None] | None:
+    """Return ``prompt_logprobs`` of a response: nothing for the first id, then ``{id: {"logprob": ...}}`` for each."""
+    if logprobs is None:
+        return None
+    pairs = zip(token_ids[1:].tolist(), logprobs.tolist(), strict=True)
+    return [None, *({str(token): {"logprob": logprob}} for token, logprob in pairs)]
+
+
+def decode_prompt_logprobs(body: Any, token_ids: TokenIds, url: str) -> Logprobs | None:
+    """Return the log-probabilities of the ids that were asked about, 0 for the first; None where it was interrupted.
+
+    Raises:
+        InferenceError: The answer holds none, or not one for each id.
+    """
+    try:
+        given = body.get("prompt_logprobs")
+        if given is None and body["choices"][0]["finish_reason"] == "abort":
+            return None
+        if given is None:
+            raise InferenceError(f"{url} answered no prompt_logprobs: it cannot score given ids")
+        found = [
+            float(entry[str(token)]["logprob"]) for entry, token in zip(given[1:], token_ids[1:].tolist(), strict=True)
+        ]
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise InferenceError(
+            f"{url} answered prompt_logprobs that do not fit the ids ({error!r}): {short(body)}"
+        ) from error
+    if not (math.isfinite(sum(found)) and min(found, default=0.0) > _NO_LOGPROB):
+        raise InferenceError(f"{url} answered log-probabilities that are not finite: the model has diverged")
+    return np.array([0.0, *found], dtype=np.float32)
+
+
 def decode_spans(given: Any) -> tuple[VersionSpan, ...] | None:
     """Return version spans; versions may be integers or texts, vLLM's unnamed ``default`` is 0."""
     if not given:

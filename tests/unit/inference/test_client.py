@@ -14,7 +14,8 @@ from aiohttp import web
 
 from turnwise.errors import GuideRefused, InferenceError, RequestRefused
 from turnwise.inference import wire
-from turnwise.inference.client import Balancer, HTTPClient
+from turnwise.inference.balancer import Balancer
+from turnwise.inference.client import HTTPClient
 from turnwise.inference.core import ModelInfo
 from turnwise.seeding import stable_hash
 from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids
@@ -469,3 +470,36 @@ async def test_a_stream_that_is_held_to_a_grammar_goes_on_only_where_nothing_was
             with pytest.raises(InferenceError, match="ask again"):
                 await collect(make(fake), HELD)
         assert len(fake.bodies) == 1
+
+
+def scored(ids, reason="length", **changes) -> Answer:
+    given = [None, *({str(token): {"logprob": -token / 4, "rank": 3, "decoded_token": None}} for token in ids[1:])]
+    choice = {"index": 0, "token_ids": [7], "logprobs": None, "finish_reason": reason}
+    return reply(orjson.dumps({"choices": [choice], "prompt_logprobs": given, **changes}))
+
+
+async def test_given_ids_are_scored(make):
+    async with Fake(drop, scored([], "abort", prompt_logprobs=None), scored([5, 1, 2])) as fake:
+        found = await make(fake).score(as_ids([5, 1, 2]), session_id="s")
+        # The first id is predicted by nothing.
+        assert found.tolist() == [0.0, -0.25, -0.5]
+        assert fake.sessions == ["s"] * 3
+        assert fake.bodies[0]["token_ids"] == [5, 1, 2]
+        assert fake.bodies[0]["sampling_params"]["prompt_logprobs"] == 0
+        assert fake.bodies[0]["sampling_params"]["max_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (scored([5, 1, 2], prompt_logprobs=None), "answered no prompt_logprobs: it cannot score"),
+        (scored([5, 1]), "do not fit the ids"),
+        (scored([5, 1, 3]), "do not fit the ids .KeyError.*'2'"),
+        (scored([5, 1, 2], prompt_logprobs=[None, {"1": {"logprob": -9999.0}}, {"2": {"logprob": -1}}]), "not finite"),
+        (reply(b"[]"), "do not fit the ids"),
+    ],
+)
+async def test_scores_that_cannot_be_used(make, script, message):
+    async with Fake(script) as fake:
+        with pytest.raises(InferenceError, match=message):
+            await make(fake).score(as_ids([5, 1, 2]))

@@ -532,3 +532,62 @@ def test_streamed_pieces_are_the_completion(checkpoints, rng):
     assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == whole.token_ids.tolist()
     assert np.allclose(np.concatenate([piece.logprobs for piece in pieces]), whole.logprobs, atol=1e-5)
     assert pieces[-1].finish_reason == whole.finish_reason
+
+
+# -- scores of given ids
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 16}, {"kv_tokens": 512}])
+def test_scores_equal_a_plain_forward_whatever_else_runs(checkpoints, rng, architecture, options):
+    model, directory = checkpoints(architecture)
+    desk = Desk(directory, **options)
+    shared = random_prompt(rng, 60)
+    # The same prompt was read before, and is read by others meanwhile: it is read again all the same.
+    desk.run(shared)
+    prompts = [shared, np.concatenate([shared, random_prompt(rng, 9)]), *(random_prompt(rng, n) for n in (1, 2, 33))]
+    names = [desk.submit(each, SamplingParams(temperature=0.7, max_tokens=3), scored=True) for each in prompts]
+    others = [desk.submit(each) for each in prompts]
+    desk.drain()
+    for prompt, name, other in zip(prompts, names, others, strict=True):
+        output = desk.result(name)
+        assert output.prompt_logprobs.shape == (len(prompt) - 1,)
+        assert np.abs(output.prompt_logprobs - logprobs(model, prompt, 1)).max(initial=0.0) < 1e-4
+        assert desk.result(other).prompt_logprobs is None
+        assert desk.result(other).token_ids.tolist() == greedy(model, prompt, 24)
+
+
+def test_logits_of_scored_prompts_are_held_in_pieces(checkpoints, rng, monkeypatch):
+    model, directory = checkpoints("qwen2")
+    monkeypatch.setattr("turnwise.inference.engine._SCORED_LOGITS", 10 * VOCABULARY)
+    desk = Desk(directory)
+    prompts = [random_prompt(rng, size) for size in (47, 12)]
+    kept = []
+    forward = desk.engine.model.forward
+
+    def watched(ids, positions, plan, keep):
+        kept.append(len(keep))
+        return forward(ids, positions, plan, keep)
+
+    monkeypatch.setattr(desk.engine.model, "forward", watched)
+    names = [desk.submit(each, GREEDY, scored=True) for each in prompts]
+    desk.drain()
+    assert max(kept) <= 10 + len(prompts)
+    for prompt, name in zip(prompts, names, strict=True):
+        assert np.abs(desk.result(name).prompt_logprobs - logprobs(model, prompt, 1)).max() < 1e-4
+
+
+def test_scores_after_an_update_are_those_of_the_new_weights_and_an_abort_has_none(checkpoints, rng):
+    _, directory = checkpoints("qwen2")
+    other, _ = checkpoints("qwen2", 1)
+    desk = Desk(directory, max_batch_tokens=16)
+    prompt = random_prompt(rng, 50)
+    name = desk.submit(prompt, GREEDY, scored=True)
+    desk.engine.step()
+    desk.engine.update_weights(state(other), 1)
+    desk.drain()
+    assert np.abs(desk.result(name).prompt_logprobs - logprobs(other, prompt, 1)).max() < 1e-4
+    name = desk.submit(prompt, GREEDY, scored=True)
+    desk.engine.step()
+    desk.engine.abort(None)
+    assert desk.result(name).prompt_logprobs is None

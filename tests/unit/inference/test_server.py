@@ -88,6 +88,23 @@ async def test_greedy_over_http_equals_generate(lm, client):
         assert np.abs(answer.logprobs - logprobs(model, full, len(ids))).max() < 1e-4
 
 
+async def test_given_ids_are_scored_over_http(lm, client, http):
+    model, _ = lm
+    ids = [prompt(seed, size) for seed, size in enumerate((1, 2, 40, 40, 300))]
+    found = await asyncio.gather(*(client.score(each) for each in ids))
+    for given, scores in zip(ids, found, strict=True):
+        assert scores[0] == 0.0
+        assert np.abs(scores[1:] - logprobs(model, given, 1)).max(initial=0.0) < 1e-4
+    body = {"token_ids": [5, 6], "sampling_params": {"temperature": 0.5, "max_tokens": 1, "prompt_logprobs": 0}}
+    async with http.post("/inference/v1/generate", json=body) as answer:
+        first, second = (await answer.json())["prompt_logprobs"]
+    assert first is None
+    # As vLLM's: of the raw logits, whatever the temperature.
+    assert second["6"]["logprob"] == pytest.approx(float(logprobs(model, np.array([5, 6]), 1)[0]), abs=1e-4)
+    with pytest.raises(RequestRefused, match="has 500 ids, but the context length is 500"):
+        await client.score(prompt(0, 500))
+
+
 async def test_the_body_is_vllms(http):
     body = {
         "token_ids": [1, 2, 3],

@@ -87,6 +87,8 @@ def test_requests_cross_unchanged(ids, params, stream):
         (body(s_presence_penalty=0.5), "sampling_params.presence_penalty", "is not supported"),
         (body(s_no_such_key=1), "sampling_params.no_such_key", "is not supported"),
         (body(s_logprobs=5), "sampling_params.logprobs", "send 0"),
+        (body(s_prompt_logprobs=5), "sampling_params.prompt_logprobs", "is 5, but .* send 0"),
+        (body(s_prompt_logprobs=0, stream=True), "sampling_params.prompt_logprobs", "leave stream out"),
         (body(continued=4), "continued", "must be 0 to 3, not 4"),
     ],
 )
