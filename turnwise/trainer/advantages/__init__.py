@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from turnwise.trainer.advantages.batch import gdpo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from turnwise.trainer.advantages.core import Advantages, whitened
+from turnwise.trainer.advantages.critic import TokenAdvantages, critic_gae, token_rewards
 from turnwise.trainer.advantages.group import dr_grpo, grpo, opo, passk, rloo
 from turnwise.trainer.advantages.temporal import gae, gigpo, returns_to_go
 from turnwise.trainer.registry import find
@@ -48,7 +49,8 @@ def advantage_fn(name: str) -> AdvantageFn:
 
 
 __all__ = [
-    "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "AdvantageFn", "Advantages", "advantage_fn", "dr_grpo",
-    "gae", "gdpo", "gigpo", "gpg", "grpo", "opo", "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-    "remax", "returns_to_go", "rloo", "whitened",
+    "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "AdvantageFn", "Advantages", "TokenAdvantages",
+    "advantage_fn", "critic_gae", "dr_grpo", "gae", "gdpo", "gigpo", "gpg", "grpo", "opo", "passk",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "returns_to_go", "rloo", "token_rewards",
+    "whitened",
 ]  # fmt: skip

@@ -45,14 +45,16 @@ def gae(
         TrainError: Shapes differ, or a reward stands where nothing was sampled.
     """
     kept = _steps(rewards, values, mask)
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    # Lists, not tensors: reading an element of a tensor costs ten times the arithmetic.
+    earned, expected = rewards.tolist(), values.tolist()
+    advantages, returns = [0.0] * len(earned), [0.0] * len(earned)
     ahead, following = 0.0, last_value
     for index in reversed(kept):
-        value = float(values[index])
-        ahead = float(rewards[index]) + gamma * following - value + gamma * lam * ahead
+        value = expected[index]
+        ahead = earned[index] + gamma * following - value + gamma * lam * ahead
         advantages[index], returns[index] = ahead, ahead + value
         following = value
-    return advantages, returns
+    return torch.tensor(advantages, dtype=values.dtype), torch.tensor(returns, dtype=values.dtype)
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor | None = None, *, gamma: float = 1.0) -> Tensor:

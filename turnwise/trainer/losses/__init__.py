@@ -21,6 +21,7 @@ from turnwise.trainer.losses.gap import logprob_gap
 from turnwise.trainer.losses.sequence import gmpo_loss, gspo_loss
 from turnwise.trainer.losses.soft import dro_loss, sapo_loss
 from turnwise.trainer.losses.supervised import cross_entropy_loss, entropy_bonus
+from turnwise.trainer.losses.value import value_loss
 from turnwise.trainer.losses.weighted import cispo_loss, dppo_kl_loss, dppo_tv_loss, gpg_loss
 from turnwise.trainer.registry import find
 
@@ -108,4 +109,5 @@ __all__ = [
     "sapo_loss",
     "select_clip_cov",
     "select_kl_cov",
+    "value_loss",
 ]  # fmt: skip
