@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     )
     from turnwise.evaluation import EvalConfig, EvalResult, evaluate
     from turnwise.evaluation.standalone import run_eval
+    from turnwise.extensions import load_extensions
     from turnwise.inference.core import LLMClient, Renderer
     from turnwise.inference.scripted import ScriptedClient
     from turnwise.inference.session import Session
     from turnwise.rollout import ReplayBuffer, RolloutConfig, RolloutManager, RolloutProducer, RolloutRequest
     from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
     from turnwise.tools import BaseTool, OutputLimit, ToolResponse, function_tool
+    from turnwise.trainer.advantages import register_advantage
     from turnwise.trainer.config import SFTConfig, TrainConfig
+    from turnwise.trainer.losses import register_loss
     from turnwise.trainer.sft import run_sft
     from turnwise.trainer.train import run_train
     from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
@@ -62,13 +65,16 @@ _HOMES = {
     ),
     "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
     "evaluation.standalone": ("run_eval",),
+    "extensions": ("load_extensions",),
     "inference.core": ("LLMClient", "Renderer"),
     "inference.scripted": ("ScriptedClient",),
     "inference.session": ("Session",),
     "rollout": ("ReplayBuffer", "RolloutConfig", "RolloutManager", "RolloutProducer", "RolloutRequest"),
     "tasks": ("SourceConfig", "Task", "iter_tasks", "load_tasks"),
     "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
+    "trainer.advantages": ("register_advantage",),
     "trainer.config": ("SFTConfig", "TrainConfig"),
+    "trainer.losses": ("register_loss",),
     "trainer.train": ("run_train",),
     "trainer.sft": ("run_sft",),
     "trajectory": ("Segment", "TrainSample", "Trajectory", "TrajectoryGroup", "to_samples"),
@@ -136,12 +142,15 @@ __all__ = [
     "function_tool",
     "iter_tasks",
     "load_config",
+    "load_extensions",
     "load_tasks",
     "main",
     "make",
     "make_agent",
     "register",
+    "register_advantage",
     "register_agent",
+    "register_loss",
     "run_eval",
     "run_sft",
     "run_train",

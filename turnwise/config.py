@@ -18,6 +18,7 @@ from pydantic_core import to_jsonable_python
 
 from turnwise.config_problems import Keys, report_problems
 from turnwise.errors import ConfigError, shown
+from turnwise.extensions import load_extensions
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -150,7 +151,7 @@ def load_config(
     *,
     root: str | None = None,
 ) -> ModelT:
-    """Read, merge and check a configuration.
+    """Read, merge and check a configuration; modules from outside are imported before (``extensions.py``).
 
     Later sources win over earlier ones, key by key: ``defaults``, then the files in order, then the overrides. A
     list is replaced as a whole, except by an override with an index.
@@ -165,6 +166,7 @@ def load_config(
     Raises:
         ConfigError: Every problem that was found, with its path, its value, where it was said and the remedy.
     """
+    load_extensions()
     files = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
     data: dict[str, Any] = _Located.wrap(dict(defaults or {}), Path.cwd())
     origins: dict[Keys, str] = {}

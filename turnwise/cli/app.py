@@ -15,6 +15,7 @@ import typer
 from turnwise import __version__
 from turnwise.cli import audit, check_env, evaluate, gateway, mcp, runner, serve, sft, train, view
 from turnwise.errors import TurnwiseError
+from turnwise.extensions import load_extensions
 
 app = typer.Typer(
     name="turnwise",
@@ -44,10 +45,13 @@ def _version() -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error. May stand anywhere."),
 ) -> None:
     """Declare the options of all commands; :func:`main` has taken ``--debug`` out before."""
     del debug
+    if context.invoked_subcommand != "version":
+        load_extensions()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

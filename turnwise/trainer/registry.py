@@ -1,7 +1,7 @@
 """Formulas by name, and their options, checked against the function's own signature.
 
-Owns: :func:`find` (a registered name, or a user's function by reference), :func:`bind` and :class:`Chosen` (a function
-with checked options, and what it reads by name). Refuses: the formulas.
+Owns: :func:`find` (a registered name, or a user's function by reference), :func:`enter` (a new name), :func:`bind` and
+:class:`Chosen` (a function with checked options, and what it reads by name). Refuses: the formulas.
 """
 
 from __future__ import annotations
@@ -66,6 +66,35 @@ def find(name: str, known: Mapping[str, Any], key: str) -> Any:
     if not callable(found):
         raise RegistryError(f"{key} is {name!r}, which is a {type(found).__name__}; it must be a function")
     return found
+
+
+def enter(
+    name: str, thing: Any, known: dict[str, Any], kind: str, of: Callable[[Any], Any] = lambda held: held
+) -> None:
+    """Give something a name in a registry. The same thing once more, from its module imported again, is no error.
+
+    Args:
+        name: The name; no ``:``, ``.`` or ``/``, which stand in references.
+        thing: What it stands for.
+        known: The registry.
+        kind: What the registry holds ("loss"), for messages.
+        of: Returns the function or class of an entry.
+
+    Raises:
+        RegistryError: The name is taken by something else, or is none.
+    """
+    own = _place(of(thing))
+    if not name or any(mark in name for mark in ":./"):
+        raise RegistryError(f"{name!r} cannot be the name of the {kind} {own}: ':', '.' and '/' stand in references")
+    if name in known and (taken := _place(of(known[name]))) != own:
+        raise RegistryError(f"the {kind} name {name!r} is taken by {taken}; {own} needs another name")
+    known[name] = thing
+
+
+def _place(thing: Any) -> str:
+    """Return where a function or class is defined; what has no name of its own is told apart by its identity."""
+    place = f"{thing.__module__}:{thing.__qualname__}"
+    return f"{place} at {id(thing):#x}" if "<" in place else place
 
 
 def bind(

@@ -1,21 +1,21 @@
 """How much better than expected a trajectory was.
 
-Owns: the registry of estimators (:data:`ADVANTAGES`, :func:`advantage_fn`). Refuses: configuration objects and
-trajectories; callers hand in numbers. Every estimator takes ``rewards, groups``, each of shape [n], and by name what
-else it reads of :data:`ADVANTAGE_DATA` and its options.
+Owns: the registry of estimators (:data:`ADVANTAGES`, :func:`register_advantage`, :func:`advantage_fn`). Refuses:
+configuration objects and trajectories; callers hand in numbers. Every estimator takes ``rewards, groups``, each of
+shape [n], and by name what else it reads of :data:`ADVANTAGE_DATA` and its options.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from turnwise.trainer.advantages.batch import gdpo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from turnwise.trainer.advantages.core import Advantages, whitened
 from turnwise.trainer.advantages.critic import TokenAdvantages, critic_gae, token_rewards
 from turnwise.trainer.advantages.group import dr_grpo, grpo, opo, passk, rloo
 from turnwise.trainer.advantages.temporal import gae, gigpo, returns_to_go
-from turnwise.trainer.registry import find
+from turnwise.trainer.registry import enter, find
 
 AdvantageFn: TypeAlias = Callable[..., Advantages]
 
@@ -38,6 +38,27 @@ ADVANTAGES: dict[str, AdvantageFn] = {
 """Estimators by the name that a configuration uses. ``remax`` is none: it reads greedy rollouts, and none are made."""
 
 
+def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
+    """Give an estimator a name that ``algorithm.advantage`` takes; without a function, as the decorator of one.
+
+    Args:
+        name: The name.
+        function: Called as every estimator is (:data:`ADVANTAGE_ARGUMENTS`, :data:`ADVANTAGE_DATA`).
+
+    Returns:
+        The function, or the decorator.
+
+    Raises:
+        RegistryError: The name is taken by another estimator.
+    """
+
+    def register(given: AdvantageFn) -> AdvantageFn:
+        enter(name, given, ADVANTAGES, "estimator")
+        return given
+
+    return register if function is None else register(function)
+
+
 def advantage_fn(name: str) -> AdvantageFn:
     """Return an estimator by its name, or a user's own by a reference (``pkg.mod:function``).
 
@@ -51,6 +72,6 @@ def advantage_fn(name: str) -> AdvantageFn:
 __all__ = [
     "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "AdvantageFn", "Advantages", "TokenAdvantages",
     "advantage_fn", "critic_gae", "dr_grpo", "gae", "gdpo", "gigpo", "gpg", "grpo", "opo", "passk",
-    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "returns_to_go", "rloo", "token_rewards",
+    "register_advantage", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "returns_to_go", "rloo", "token_rewards",
     "whitened",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Losses: pure functions of tensors that return sums.
 
-Owns: the registry of policy losses (:data:`LOSSES`, :class:`Loss`, :func:`find_loss`). Refuses: means and
-configuration. Every policy loss takes ``logprobs, old_logprobs, advantages, weights``, each of shape [N], and by name
-what else it reads of :data:`LOSS_DATA` and its options.
+Owns: the registry of policy losses (:data:`LOSSES`, :class:`Loss`, :func:`register_loss`, :func:`find_loss`). Refuses:
+means and configuration. Every policy loss takes ``logprobs, old_logprobs, advantages, weights``, each of shape [N], and
+by name what else it reads of :data:`LOSS_DATA` and its options.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turnwise.trainer.losses.soft import dro_loss, sapo_loss
 from turnwise.trainer.losses.supervised import cross_entropy_loss, entropy_bonus
 from turnwise.trainer.losses.value import value_loss
 from turnwise.trainer.losses.weighted import cispo_loss, dppo_kl_loss, dppo_tv_loss, gpg_loss
-from turnwise.trainer.registry import find
+from turnwise.trainer.registry import enter, find
 
 LossFn: TypeAlias = Callable[..., LossSums]
 SelectFn: TypeAlias = Callable[..., Tensor]
@@ -73,6 +73,41 @@ LOSSES: dict[str, Loss] = {
 """Losses by the name that a configuration uses."""
 
 
+def register_loss(
+    name: str,
+    function: LossFn | Loss | None = None,
+    *,
+    aggregation: LossAggregation = "token_mean",
+    select: SelectFn | None = None,
+    idle_at_zero: bool = False,
+    uses_ratio: bool = True,
+) -> Any:
+    """Give a policy loss a name that ``algorithm.loss`` takes; without a function, as the decorator of one.
+
+    Args:
+        name: The name.
+        function: The formula, called as every loss is (:data:`LOSS_ARGUMENTS`, :data:`LOSS_DATA`), or a whole
+            :class:`Loss`, to which the other arguments do not apply.
+        aggregation: See :class:`Loss`, as for the rest.
+        select: Chooses tokens of a step.
+        idle_at_zero: Whether rows without advantage have no gradient; unless that is said, they are computed.
+        uses_ratio: Whether tokens are weighed by their ratio to the old policy.
+
+    Returns:
+        What it was given, or the decorator.
+
+    Raises:
+        RegistryError: The name is taken by another loss.
+    """
+
+    def register(given: Any) -> Any:
+        made = given if isinstance(given, Loss) else Loss(given, aggregation, select, idle_at_zero, uses_ratio)
+        enter(name, made, LOSSES, "loss", of=lambda loss: loss.function)
+        return given
+
+    return register if function is None else register(function)
+
+
 def find_loss(name: str) -> Loss:
     """Return a loss by its name, or a user's own by a reference (``pkg.mod:function``, ``path/file.py:function``).
 
@@ -106,6 +141,7 @@ __all__ = [
     "kl_cov_loss",
     "logprob_gap",
     "ppo_clip_loss",
+    "register_loss",
     "sapo_loss",
     "select_clip_cov",
     "select_kl_cov",
