@@ -261,7 +261,7 @@ class App:
         manifest = wire.decode_manifest(raw)
         began = time.monotonic()
         tensors = await asyncio.to_thread(read_weights, manifest)
-        update = self._engine.call(lambda: self._engine.update_weights(tensors, manifest.version))
+        update = self._engine.call(lambda: self._engine.update_weights(tensors, manifest.version, manifest.adapter))
         await asyncio.wrap_future(update)
         _log.info("weights version %d loaded in %.0f ms", manifest.version, 1000 * (time.monotonic() - began))
         return {"message": "Weights updated", "weight_version": str(manifest.version)}

@@ -1,7 +1,8 @@
 """A Hugging Face causal language model as the engine runs it: packed steps, logits of chosen tokens, weights in place.
 
 Owns: loading a checkpoint, proving at load that the packed path computes what the model itself computes, and
-:meth:`CausalLM.load` (a checked weight update). Refuses: sequences; those stand in the engine.
+:meth:`CausalLM.load` and :meth:`CausalLM.load_adapter` (checked weight updates). Refuses: sequences; those stand in the
+engine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from turnwise.inference.attention import (
     decode_block,
     prefill_blocks,
 )
+from turnwise.inference.core import AdapterInfo
 from turnwise.inference.kv_pool import Geometry, KVPool
+from turnwise.inference.lora import BaseWeights
 from turnwise.inference.packed_linear import PackedLinear, pack_linears
 
 _REMEDY = "serve this model with another backend"
@@ -87,6 +90,7 @@ class CausalLM:
         eos = self._config.eos_token_id if eos is None else eos
         self.eos_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
         self._packed: list[PackedLinear] = pack_linears(self._model)
+        self._base = BaseWeights()
         self.geometry = self._probe()
         self._prove()
 
@@ -153,6 +157,21 @@ class CausalLM:
                 target.copy_(tensor)
         for layer in self._packed:
             layer.pack()
+        self._base.replaced()
+
+    def load_adapter(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> None:
+        """Replace the weights by those of the checkpoint with an adapter on them, in place. All, or nothing.
+
+        Raises:
+            FormatError: It does not fit, or the checkpoint's weights were replaced since the launch.
+        """
+        packed = {layer.weight.data_ptr(): layer for layer in self._packed}
+
+        def changed(matrix: torch.Tensor) -> None:
+            if (layer := packed.get(matrix.data_ptr())) is not None:
+                layer.pack()
+
+        self._base.load(self._model.state_dict(keep_vars=True), tensors, adapter, version, changed)
 
     def _probe(self) -> Geometry:
         probe = GeometryProbe()

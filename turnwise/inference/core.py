@@ -7,6 +7,8 @@ and the manifest by which weights travel. Refuses: any implementation.
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +129,36 @@ class TensorEntry:
     dtype: str
     checksum: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * max(1, int(bits.group()) // 8 if bits else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What the tensors of a manifest are that holds low-rank adapters (LoRA) in the place of whole weights.
+
+    For each target ``T``, a matrix ``T.weight`` of shape [out, in], there are ``T.lora_A.weight`` of shape [rank, in]
+    and ``T.lora_B.weight`` of shape [out, rank], and nothing else. What is served is ``W0 + alpha / rank * B A``, W0
+    being the matrix as the server was launched with it.
+
+    Attributes:
+        rank: How many columns B has.
+        alpha: Divided by the rank it is the adapter's scale.
+        targets: Names of the modules whose matrices change, as in the Hugging Face state dict.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """What the product of both factors is multiplied by."""
+        return self.alpha / self.rank
+
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
@@ -136,11 +168,18 @@ class WeightManifest:
         version: The version the server reports once these are loaded.
         path: A safetensors file (shared memory on one machine).
         tensors: What the file holds, all of it checked before any parameter changes.
+        adapter: What the tensors are where they are adapters; None: all weights of the model.
     """
 
     version: int
     path: str
     tensors: tuple[TensorEntry, ...] = field(default=())
+    adapter: AdapterInfo | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.tensors)
 
 
 class Replica(ABC):

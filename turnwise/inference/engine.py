@@ -28,6 +28,7 @@ import torch
 from tokenizers import Tokenizer
 
 from turnwise.inference.causal_lm import CausalLM
+from turnwise.inference.core import AdapterInfo
 from turnwise.inference.generation import Generation, Output, StopStrings
 from turnwise.inference.kv import RETAINED, KVCache, capacities
 from turnwise.inference.roster import Roster
@@ -157,13 +158,23 @@ class Engine:
         self._ended(outputs)
         return len(outputs)
 
-    def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    def update_weights(
+        self, tensors: Mapping[str, torch.Tensor], version: int, adapter: AdapterInfo | None = None
+    ) -> None:
         """Replace the weights. Sequences in flight go on under the new ones, all their tokens read again.
+
+        Args:
+            tensors: All weights, or those of an adapter.
+            version: What they are called.
+            adapter: What the tensors are where they are an adapter's.
 
         Raises:
             FormatError: A tensor does not fit; nothing has changed.
         """
-        self.model.load(tensors, version)
+        if adapter is None:
+            self.model.load(tensors, version)
+        else:
+            self.model.load_adapter(tensors, adapter, version)
         for slot in self._roster.running.tolist():
             self._roster.requeue(slot)
         self._cache.drop_retained()

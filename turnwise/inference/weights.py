@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from turnwise.errors import FormatError
-from turnwise.inference.core import TensorEntry, WeightManifest
+from turnwise.inference.core import AdapterInfo, TensorEntry, WeightManifest
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"weights-(\d+)\.safetensors")
@@ -43,7 +43,12 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def write_weights(
-    tensors: Iterable[tuple[str, torch.Tensor]], directory: str | Path, version: int, *, keep: int = 2
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    directory: str | Path,
+    version: int,
+    *,
+    keep: int = 2,
+    adapter: AdapterInfo | None = None,
 ) -> WeightManifest:
     """Write a version of the weights and return its manifest.
 
@@ -56,6 +61,7 @@ def write_weights(
         version: At least 0, larger than versions written before.
         keep: How many newest versions stay; older ones are removed. The one before the newest stays by default, for
             a server that is started again meanwhile.
+        adapter: What the tensors are where they are adapters.
 
     Raises:
         FormatError: No tensors, or one name twice.
@@ -84,7 +90,7 @@ def write_weights(
     save_file(stored, partial)
     partial.rename(path)
     _remove_old(home, version, keep)
-    return WeightManifest(version=version, path=str(path), tensors=entries)
+    return WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
 
 
 def _remove_old(home: Path, newest: int, keep: int) -> None:

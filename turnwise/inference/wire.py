@@ -16,7 +16,7 @@ import numpy.typing as npt
 import orjson
 
 from turnwise.errors import FormatError, InferenceError, shown
-from turnwise.inference.core import TensorEntry, WeightManifest
+from turnwise.inference.core import AdapterInfo, TensorEntry, WeightManifest
 from turnwise.types import FinishReason, Logprobs, TokenIds, VersionSpan
 
 GENERATE = "/inference/v1/generate"
@@ -185,7 +185,11 @@ def encode_manifest(manifest: WeightManifest) -> bytes:
         {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "checksum": entry.checksum}
         for entry in manifest.tensors
     ]
-    return orjson.dumps({"update_info": {"version": manifest.version, "path": manifest.path, "tensors": tensors}})
+    info: dict[str, Any] = {"version": manifest.version, "path": manifest.path, "tensors": tensors}
+    if manifest.adapter is not None:
+        adapter = manifest.adapter
+        info["adapter"] = {"kind": "lora", "rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
+    return orjson.dumps({"update_info": info})
 
 
 def decode_manifest(raw: bytes) -> WeightManifest:
@@ -213,7 +217,23 @@ def decode_manifest(raw: bytes) -> WeightManifest:
         raise BadRequest(
             "update_info.tensors", f"each tensor needs name, shape, dtype and checksum ({error!r})"
         ) from error
-    return WeightManifest(version, path, entries)
+    return WeightManifest(version, path, entries, _decode_adapter(info.get("adapter")))
+
+
+def _decode_adapter(given: Any) -> AdapterInfo | None:
+    if given is None:
+        return None
+    field = "update_info.adapter"
+    if not isinstance(given, dict) or given.get("kind") != "lora":
+        raise BadRequest(field, f"adapter must say kind 'lora', rank, alpha and targets, not {short(given)}")
+    rank, alpha, targets = given.get("rank"), given.get("alpha"), given.get("targets")
+    if type(rank) is not int or rank < 1:
+        raise BadRequest(f"{field}.rank", f"rank must be an integer of at least 1, not {short(rank)}")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise BadRequest(f"{field}.alpha", f"alpha must be a finite number, not {short(alpha)}")
+    if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+        raise BadRequest(f"{field}.targets", f"targets must list names of modules, not {short(targets)}")
+    return AdapterInfo(rank, float(alpha), tuple(targets))
 
 
 def encode_error(message: str, *, status: int, field: str | None = None) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from turnwise.inference.core import Replica, WeightManifest
+from turnwise.inference.core import AdapterInfo, Replica, WeightManifest
 
 
 class WeightWriter(ABC):
@@ -18,7 +18,12 @@ class WeightWriter(ABC):
 
     @abstractmethod
     async def sync(
-        self, tensors: Iterable[tuple[str, Tensor]], replicas: Sequence[Replica], version: int
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        replicas: Sequence[Replica],
+        version: int,
+        *,
+        adapter: AdapterInfo | None = None,
     ) -> WeightManifest:
         """Write the weights and have every replica load them.
 
@@ -26,6 +31,7 @@ class WeightWriter(ABC):
             tensors: (Hugging Face name, tensor), read while this runs.
             replicas: Who loads them.
             version: What they report from then on.
+            adapter: What the tensors are where they are an adapter's; None: all weights.
 
         Returns:
             The manifest; what it names stays readable until the next ``sync`` has succeeded.

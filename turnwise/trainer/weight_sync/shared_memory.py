@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from turnwise.errors import InferenceError, TrainError
-from turnwise.inference.core import Replica, WeightManifest
+from turnwise.inference.core import AdapterInfo, Replica, WeightManifest
 from turnwise.inference.weights import weights_directory, write_weights
 from turnwise.trainer.weight_sync.core import WeightWriter
 
@@ -38,7 +38,12 @@ class SharedMemoryWriter(WeightWriter):
         _remove_orphans(self.directory.parent)
 
     async def sync(
-        self, tensors: Iterable[tuple[str, Tensor]], replicas: Sequence[Replica], version: int
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        replicas: Sequence[Replica],
+        version: int,
+        *,
+        adapter: AdapterInfo | None = None,
     ) -> WeightManifest:
         """Write the weights and have every replica load them.
 
@@ -47,7 +52,7 @@ class SharedMemoryWriter(WeightWriter):
             TrainError: The file cannot be written.
         """
         try:
-            manifest = await asyncio.to_thread(write_weights, tensors, self.directory, version)
+            manifest = await asyncio.to_thread(write_weights, tensors, self.directory, version, adapter=adapter)
         except OSError as error:
             raise TrainError(
                 f"weights of version {version} cannot be written to {self.directory}: {error}; "
