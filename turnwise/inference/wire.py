@@ -229,7 +229,7 @@ def _decode_adapter(given: Any) -> AdapterInfo | None:
     rank, alpha, targets = given.get("rank"), given.get("alpha"), given.get("targets")
     if type(rank) is not int or rank < 1:
         raise BadRequest(f"{field}.rank", f"rank must be an integer of at least 1, not {short(rank)}")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise BadRequest(f"{field}.alpha", f"alpha must be a finite number, not {short(alpha)}")
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
         raise BadRequest(f"{field}.targets", f"targets must list names of modules, not {short(targets)}")
