@@ -72,6 +72,6 @@ def advantage_fn(name: str) -> AdvantageFn:
 __all__ = [
     "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "AdvantageFn", "Advantages", "TokenAdvantages",
     "advantage_fn", "critic_gae", "dr_grpo", "gae", "gdpo", "gigpo", "gpg", "grpo", "opo", "passk",
-    "register_advantage", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "returns_to_go", "rloo", "token_rewards",
-    "whitened",
+    "register_advantage", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "returns_to_go", "rloo",
+    "token_rewards", "whitened",
 ]  # fmt: skip
