@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from turnwise.errors import CheckpointError, MissingExtraError, TrainError
 from turnwise.trainer.attention import ATTENTION, LAYOUT_ARGUMENT, PackedLayout, packed_attention
 from turnwise.trainer.packing import MicroBatch
+from turnwise.trainer.vocabulary import LogitTransform, score_states
 
 try:
     from safetensors import SafetensorError
@@ -33,8 +32,6 @@ except ImportError as error:
 
 ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
 
-# Logits are held for this many (token, vocabulary) pairs at once: 64 MiB in float32.
-_LOGITS_AT_ONCE = 1 << 24
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What makes a checkpoint usable without the original: tokenizer, chat template, and our own note of the format.
 _COMPANIONS = (
@@ -83,6 +80,7 @@ class Policy:
         self.model = model
         self.source = source
         self.compute_dtype = compute_dtype
+        self._transform = LogitTransform.of(self.model.config.get_text_config().to_dict())
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
@@ -94,8 +92,7 @@ class Policy:
     def forward(self, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
         """Score the trained tokens of a micro-batch.
 
-        Logits are computed for the trained tokens only, and never for more than a fixed number of (token, vocabulary)
-        pairs at once; beyond that they are recomputed in the backward pass.
+        Logits are computed for the trained tokens only, and for a bounded part of them at once (``vocabulary.py``).
 
         Args:
             batch: What to score; tensors may live on another device.
@@ -114,7 +111,8 @@ class Policy:
         with torch.autocast(device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16"):
             hidden = self._hidden(batch, device)
             states = hidden[0].index_select(0, batch.predictors.to(device))
-            return self._score(states, batch.target_ids.to(device), batch.temperatures.to(device), entropy)
+            head, ids = self.model.get_output_embeddings(), batch.target_ids.to(device)
+            return TokenScores(*score_states(head, states, ids, batch.temperatures, self._transform, entropy=entropy))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.
@@ -154,26 +152,6 @@ class Policy:
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def _score(self, states: Tensor, ids: Tensor, temperatures: Tensor, entropy: bool) -> TokenScores:
-        rows = max(1, _LOGITS_AT_ONCE // self.vocab_size)
-        if states.shape[0] <= rows:
-            logprobs, entropies = self._score_chunk(states, ids, temperatures, entropy)
-        else:
-            parts = [
-                checkpoint(self._score_chunk, chunk[0], chunk[1], chunk[2], entropy, use_reentrant=False)
-                if torch.is_grad_enabled()
-                else self._score_chunk(chunk[0], chunk[1], chunk[2], entropy)
-                for chunk in zip(*(torch.split(each, rows) for each in (states, ids, temperatures)), strict=True)
-            ]
-            logprobs, entropies = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-        return TokenScores(logprobs, entropies if entropy else None)
-
-    def _score_chunk(self, states: Tensor, ids: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        logits = final_logits(self.model, states).float() / temperatures[:, None]
-        logs = F.log_softmax(logits, dim=-1)
-        chosen = logs.gather(1, ids[:, None])[:, 0]
-        return chosen, -(logs.exp() * logs).sum(-1) if entropy else logs.new_zeros(0)
-
 
 def final_logits(model: Any, states: Tensor) -> Tensor:
     """Return the logits of last hidden states, shape [..., hidden] -> [..., vocabulary].
@@ -182,14 +160,7 @@ def final_logits(model: Any, states: Tensor) -> Tensor:
     :func:`load_model`.
     """
     logits: Tensor = model.get_output_embeddings()(states)
-    config = model.config.get_text_config().to_dict()
-    if (cap := config.get("final_logit_softcapping")) is not None:
-        logits = cap * torch.tanh(logits / cap)
-    if (divisor := config.get("logits_scaling")) is not None:
-        logits = logits / divisor
-    if (factor := config.get("logit_scale")) is not None:
-        logits = logits * factor
-    return logits
+    return LogitTransform.of(model.config.get_text_config().to_dict())(logits)
 
 
 def load_model(

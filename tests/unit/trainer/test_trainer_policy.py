@@ -17,6 +17,7 @@ from turnwise.trainer import policy as policy_module
 from turnwise.trainer.attention import PackedLayout
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.policy import Policy, load_model
+from turnwise.trainer.vocabulary import score_states
 
 Row = Callable[..., TrainRow]
 LENGTHS = (9, 3, 14, 14, 2, 11)
@@ -99,11 +100,11 @@ def test_a_change_in_one_segment_does_not_reach_another(model_dir: Callable[...,
 
 
 def test_chunked_logits_are_exact(model_dir: Callable[..., Path], row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for three tokens' logits at a time: same scores, same gradients."""
+    """With room for three entries of the vocabulary at a time: same scores, same gradients."""
     rows = rows_of(row)
     results = []
-    for room in (1 << 24, 3 * 61):
-        monkeypatch.setattr(policy_module, "_LOGITS_AT_ONCE", room)
+    for room in (1 << 26, 4 * 27 * 3):
+        monkeypatch.setitem(score_states.__kwdefaults__, "tile_bytes", room)
         policy = load_model(model_dir("qwen3"))
         scores = policy.forward(pack(rows, 1000)[0], entropy=True)
         assert scores.entropy is not None
