@@ -56,6 +56,8 @@ class Trajectory:
         reasoning: What became of the reasoning of earlier turns: ``keep`` or ``template``.
         echo: What became of turns that came back rewritten: ``same`` or ``strict``.
         recorded: ``tokens``; ``text`` where an endpoint sampled that tells no ids: segments then hold messages only.
+        baseline: Whether it is a greedy rollout whose reward is what others are held against: no member of its group,
+            and never trained.
     """
 
     id: str
@@ -76,6 +78,7 @@ class Trajectory:
     reasoning: str = "keep"
     echo: str = "same"
     recorded: str = "tokens"
+    baseline: bool = False
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -181,6 +184,7 @@ class TrajectoryGroup:
         partition: ``train`` or ``val``.
         failed: How many members ended in an error and are not among ``trajectories``.
         source: What their task's figures are counted under, where there are several sources.
+        baselines: What the greedy rollout of the task left, where one was asked for and did not fail; no members.
     """
 
     id: str
@@ -189,6 +193,7 @@ class TrajectoryGroup:
     partition: str = "train"
     failed: int = 0
     source: str | None = None
+    baselines: list[Trajectory] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """Return one line of JSON that :meth:`from_bytes` reads back."""
@@ -200,6 +205,7 @@ class TrajectoryGroup:
             "source": self.source,
             "schema_version": SCHEMA_VERSION,
             "trajectories": [orjson.Fragment(member.to_bytes()) for member in self.trajectories],
+            "baselines": [orjson.Fragment(member.to_bytes()) for member in self.baselines],
         }
         return orjson.dumps(head)
 
@@ -209,8 +215,11 @@ class TrajectoryGroup:
         record = _load(data, "group")
         record.pop("schema_version")
         try:
-            members = [Trajectory.from_bytes(orjson.dumps(member)) for member in record.pop("trajectories")]
-            return cls(trajectories=members, **record)
+            members, baselines = (
+                [Trajectory.from_bytes(orjson.dumps(member)) for member in record.pop(name, ())]
+                for name in ("trajectories", "baselines")
+            )
+            return cls(trajectories=members, baselines=baselines, **record)
         except (KeyError, TypeError) as error:
             raise FormatError(f"group record {record.get('id')!r} is malformed: {error!r}") from error
 

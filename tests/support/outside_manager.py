@@ -43,13 +43,17 @@ class PlainManager(RolloutManager):
 
     async def group(self, request: RolloutRequest) -> None:
         name = f"{self.parts.run_part}-{request.partition}-{request.task.id}-{request.epoch}-{request.tag}"
-        outcomes = await asyncio.gather(*[self.member(request, name, n) for n in range(request.group_size)])
+        count = request.group_size + request.greedy_baseline
+        outcomes = await asyncio.gather(*[self.member(request, name, n) for n in range(count)])
+        greedy = outcomes.pop() if request.greedy_baseline else None
+        baselines = greedy.trajectories if greedy is not None and greedy.error is None else []
         members = [each for outcome in outcomes if outcome.error is None for each in outcome.trajectories]
         failed = sum(outcome.error is not None for outcome in outcomes)
-        await self.buffer.put(TrajectoryGroup(name, request.task.id, members, request.partition, failed))
+        await self.buffer.put(TrajectoryGroup(name, request.task.id, members, request.partition, failed, None, baselines))
 
     async def member(self, request: RolloutRequest, name: str, member: int):
         seed = 0 if request.partition == "val" else self.parts.run_seed
+        baseline = member == request.group_size
         spec = EpisodeSpec(
             request.task,
             name,
@@ -57,7 +61,8 @@ class PlainManager(RolloutManager):
             partition=request.partition,
             env_seed=stable_hash("reset", seed, request.task.id, request.epoch),
             sampling_seed=stable_hash("sampling", seed, request.task.id, request.epoch, request.tag, member),
-            temperature=request.temperature,
+            temperature=0.0 if baseline else request.temperature,
+            baseline=baseline,
         )
         async with self.room:
             return await self.runner.run(spec)

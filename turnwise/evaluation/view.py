@@ -123,6 +123,8 @@ def _head(trajectory: Trajectory) -> Text:
     ]
     if trajectory.recorded == "text":
         facts.append("recorded as text")
+    if trajectory.baseline:
+        facts.append("greedy baseline")
     if trajectory.agent != "main":
         facts.insert(1, f"session {trajectory.agent}")
     if trajectory.policy != "main":

@@ -203,6 +203,8 @@ class _Audit:
             self._say(
                 trajectory, f"was trained (step {rows[0].step}) although its policy {trajectory.policy!r} is frozen"
             )
+        if trajectory.baseline:
+            self._say(trajectory, f"was trained (step {rows[0].step}) although it is a greedy baseline")
         if trajectory.partition != "train":
             self._say(trajectory, f"was trained (step {rows[0].step}) although its partition is {trajectory.partition}")
         by_pass: defaultdict[tuple[int, int], list[BatchRow]] = defaultdict(list)

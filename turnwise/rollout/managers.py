@@ -310,7 +310,7 @@ class _CheckedBuffer(ReplayBuffer):
                     f"the replay buffer was given {shown(value)} where a {kind.__name__} belongs: put TrajectoryGroups "
                     "of Trajectories, whose segments a Session recorded"
                 )
-        for trajectory in group.trajectories:
+        for trajectory in _members(group):
             if trajectory.id not in self._written:
                 self.write(trajectory)
             self._written.discard(trajectory.id)
@@ -336,6 +336,7 @@ class _CheckedBuffer(ReplayBuffer):
 def _members(group: Any) -> Iterator[Any]:
     if isinstance(group, TrajectoryGroup):
         yield from group.trajectories
+        yield from group.baselines
 
 
 def _attribute(cls: type[Any], name: str) -> Any:

@@ -200,15 +200,23 @@ class RolloutProducer(RolloutManager):
     async def _members(self, request: RolloutRequest, group_id: str) -> TrajectoryGroup:
         async with asyncio.TaskGroup() as members:
             running = [
-                members.create_task(self._member(request, group_id, member)) for member in range(request.group_size)
+                members.create_task(self._member(request, group_id, member))
+                for member in range(request.group_size + request.greedy_baseline)
             ]
         finished = [task.result() for task in running]
+        greedy = finished.pop() if request.greedy_baseline else None
         trajectories = [trajectory for member in finished if member is not None for trajectory in member]
         failed = sum(member is None for member in finished)
-        return TrajectoryGroup(group_id, request.task.id, trajectories, request.partition, failed, request.task.source)
+        return TrajectoryGroup(
+            group_id, request.task.id, trajectories, request.partition, failed, request.task.source, greedy or []
+        )
 
     async def _member(self, request: RolloutRequest, group_id: str, member: int) -> list[Trajectory] | None:
-        """Run one member, again after infrastructure failures. None: its last attempt failed too."""
+        """Run one member, again after infrastructure failures. None: its last attempt failed too.
+
+        The one behind the last member is the greedy baseline.
+        """
+        baseline = member == request.group_size
         seed = 0 if request.partition == "val" else self._parts.run_seed
         spec = EpisodeSpec(
             task=request.task,
@@ -217,7 +225,8 @@ class RolloutProducer(RolloutManager):
             partition=request.partition,
             env_seed=stable_hash("reset", seed, request.task.id, request.epoch),
             sampling_seed=stable_hash("sampling", seed, request.task.id, request.epoch, request.tag, member),
-            temperature=request.temperature,
+            temperature=0.0 if baseline else request.temperature,
+            baseline=baseline,
         )
         # A lost runner says nothing against the episode: it is counted apart from what fails.
         left, lost = self._config.retries, 0 if self._config.remote is None else self._config.remote.reissues

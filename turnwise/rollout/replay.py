@@ -102,7 +102,12 @@ class LocalReplayBuffer(ReplayBuffer):
             raise TrainError(f"fields holds {unknown[0]!r}; allowed: {', '.join(FIELDS)}")
         wanted = frozenset(fields)
         return [
-            replace(group, trajectories=[_reduce(member, wanted) for member in group.trajectories]) for group in groups
+            replace(
+                group,
+                trajectories=[_reduce(member, wanted) for member in group.trajectories],
+                baselines=[_reduce(member, wanted) for member in group.baselines],
+            )
+            for group in groups
         ]
 
     async def release(self, ref: BatchRef) -> None:

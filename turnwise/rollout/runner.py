@@ -51,6 +51,7 @@ class EpisodeSpec:
         env_seed: Seed of the reset: equal for all members of a group.
         sampling_seed: Seed of the sampling: different for each member.
         temperature: Instead of the configured one.
+        baseline: Whether its reward is a baseline for the group's members, and it is none of them.
     """
 
     task: Task
@@ -61,6 +62,7 @@ class EpisodeSpec:
     env_seed: int = 0
     sampling_seed: int = 0
     temperature: float | None = None
+    baseline: bool = False
 
     @property
     def episode_id(self) -> str:
@@ -373,6 +375,7 @@ class EpisodeRunner:
             attempt=spec.attempt,
             seed=spec.env_seed,
             metrics=dict(run.metrics),
+            baseline=spec.baseline,
         )
         return session_trajectories(
             blank,

@@ -1,0 +1,98 @@
+"""The greedy rollout beside a group: asked for by a request, no member, written down as what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.toy_renderer import ToyRenderer
+from turnwise.envs.core import Env, StepResult
+from turnwise.envs.registration import register
+from turnwise.errors import InferenceError
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout import RolloutConfig, RolloutParts, RolloutRequest
+from turnwise.rollout.config import SpecConfig
+from turnwise.rollout.managers import create_manager
+from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.tasks import Task
+from turnwise.trajectory import TrajectoryGroup
+
+RESETS: list[int] = []
+
+
+class Greedy(Env):
+    """Pays what was said."""
+
+    async def reset(self, task=None, *, seed=None):
+        RESETS.append(seed)
+        return "say", {}
+
+    async def step(self, action):
+        return StepResult([], float(action["content"]), True, False, {})
+
+
+register("test-greedy", Greedy)
+
+MANAGERS = [None, "support.outside_manager.PlainManager"]
+
+
+async def roll(manager: str | None, script: Any, size: int = 3, **given: Any) -> tuple[TrajectoryGroup, list[Any]]:
+    RESETS.clear()
+    renderer, written = ToyRenderer(), []
+    buffer = LocalReplayBuffer()
+    config = RolloutConfig(
+        env=SpecConfig(name="test-greedy"), agent_loop_manager_class=manager, temperature=0.8, retries=1
+    )
+    parts = RolloutParts(renderer, write=written.append)
+    made = await create_manager(config, ScriptedClient(renderer, script), buffer, parts)
+    try:
+        made.generate_sequences([RolloutRequest(Task("t", "go"), group_size=size, **given)])
+        ref, _ = await buffer.sample(1, "train", 1)
+        [group] = await buffer.fetch(ref, ("tokens", "rewards"))
+        return group, written
+    finally:
+        await made.close()
+
+
+def said(request: Any) -> str:
+    return "5" if request.params.temperature == 0 else "2"
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+async def test_one_more_episode_at_temperature_zero(manager: str | None) -> None:
+    group, written = await roll(manager, said, greedy_baseline=True)
+    assert [each.reward for each in group.trajectories] == [2.0, 2.0, 2.0]
+    [greedy] = group.baselines
+    assert (greedy.reward, greedy.baseline, greedy.group_id) == (5.0, True, group.id)
+    assert not any(each.baseline for each in group.trajectories)
+    # The same initial state for all of them, and all of them on disk.
+    assert len(RESETS) == 4
+    assert len(set(RESETS)) == 1
+    assert sorted((each.baseline, each.metrics["temperature"]) for each in written) == [(False, 0.8)] * 3 + [(True, 0)]
+    assert TrajectoryGroup.from_bytes(group.to_bytes()).baselines[0].baseline is True
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+async def test_nothing_is_added_unasked(manager: str | None) -> None:
+    group, written = await roll(manager, said)
+    assert (len(group.trajectories), group.baselines, len(written)) == (3, [], 3)
+
+
+async def test_a_failed_one_is_tried_again_and_then_missing() -> None:
+    left = {"failures": 1}
+
+    def script(request: Any) -> Any:
+        if request.params.temperature == 0 and left["failures"]:
+            left["failures"] -= 1
+            return InferenceError("gone")
+        return said(request)
+
+    group, written = await roll(None, script, size=1, greedy_baseline=True)
+    assert [each.reward for each in group.baselines] == [5.0]
+    assert sum(each.baseline for each in written) == 2
+    left["failures"] = 99
+    group, written = await roll(None, script, size=1, greedy_baseline=True)
+    # It is no member: none of them failed.
+    assert (group.baselines, group.failed, len(group.trajectories)) == ([], 0, 1)
+    assert [each.error is not None for each in written if each.baseline] == [True, True]
