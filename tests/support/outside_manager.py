@@ -49,7 +49,8 @@ class PlainManager(RolloutManager):
         baselines = greedy.trajectories if greedy is not None and greedy.error is None else []
         members = [each for outcome in outcomes if outcome.error is None for each in outcome.trajectories]
         failed = sum(outcome.error is not None for outcome in outcomes)
-        await self.buffer.put(TrajectoryGroup(name, request.task.id, members, request.partition, failed, None, baselines))
+        group = TrajectoryGroup(name, request.task.id, members, request.partition, failed, baselines=baselines)
+        await self.buffer.put(group)
 
     async def member(self, request: RolloutRequest, name: str, member: int):
         seed = 0 if request.partition == "val" else self.parts.run_seed

@@ -34,8 +34,8 @@ class RolloutRequest:
         partition: ``train`` or ``val``.
         temperature: Overrides the configured one (evaluation: 0 is greedy).
         tag: Distinguishes groups of the same task and epoch (``greedy``, ``sampled``).
-        greedy_baseline: Whether one more episode is rolled out at temperature 0, from the same reset. What it leaves are
-            the group's ``baselines``, and no members.
+        greedy_baseline: Whether one more episode is rolled out at temperature 0, from the same reset. What it leaves
+            are the group's ``baselines``, and no members.
     """
 
     task: Task
