@@ -245,3 +245,87 @@ def test_what_is_wrong_is_named_before_work_starts(given: dict[str, object], mes
     with pytest.raises(ValidationError, match=re.escape(message)):
         AlgorithmConfig.model_validate(given)
     assert AlgorithmConfig.model_validate({"loss": "gpg", "correction": {}}).correction is not None
+
+
+# Ratios by token: a's first row 2, 1 (turns 0, 0), its second 1/2, 4, 4 (turns 1, 2, 2), b's 1/8, 2 (turns 0, 1).
+# By turn: a 2 | 1/2, 16; b 1/8, 2. By row: 2 | 8; 1/4. By trajectory: a 16; b 1/4.
+# Truncated at 3, or 0 outside of 1/3 to 3 (IcePop).
+@pytest.mark.parametrize(
+    ("level", "truncated", "masked"),
+    [
+        ("token", [2, 1, 0.5, 3, 3, 0.125, 2], [2, 1, 0.5, 0, 0, 0, 2]),
+        ("turn", [2, 2, 0.5, 3, 3, 0.125, 2], [2, 2, 0.5, 0, 0, 0, 2]),
+        ("sequence", [2, 2, 3, 3, 3, 0.25, 0.25], [2, 2, 0, 0, 0, 0, 0]),
+        ("trajectory", [3, 3, 3, 3, 3, 0.25, 0.25], [0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_truncation_and_masking_at_every_level(
+    rows: list[TrainRow], level: str, truncated: list[float], masked: list[float]
+) -> None:
+    rows = rows[:3]
+    for each, turns in zip(rows, [[0, 0], [1, 2, 2], [0, 1]], strict=True):
+        each.sample.turn_ids[each.sample.loss_mask] = turns
+    told = scores(rows, [[LN2, 0.0], [-LN2, 2 * LN2, 2 * LN2], [-3 * LN2, LN2]])
+    for weights, expected in (("truncate", truncated), ("mask", masked)):
+        found = correct(rows, told, CorrectionConfig.model_validate({"weights": weights, "level": level, "high": 3.0}))
+        given = np.concatenate([np.asarray(each.importance)[each.sample.loss_mask] for each in found.rows])
+        assert given.tolist() == pytest.approx(expected, rel=1e-5)
+        assert found.metrics["correction/zero_weights"] == pytest.approx(expected.count(0) / 7)
+        assert found.metrics["correction/rejected"] == 0.0
+
+
+# The same ratios 2, 1 | 1/2, 4 | 1/8 2 as log-ratios in units of ln 2: 1, 0 | -1, 2, 2 | -3, 1, turns as above.
+# k1, mean: of turns 2^(1/2) | 1/2, 4 | 1/8, 2; of rows 2^(1/2), 2, 1/2; of trajectories 2^(4/5), 1/2.
+# k2, (n ln 2)^2 / 2 = 0.2402 n^2: of turns 0.12 | 0.24, 0.96 | 2.16, 0.24; of rows 0.12, 0.72, 1.20.
+# k3, 2^n - 1 - n ln 2: 0.307, 0 | 0.193, 1.614, 1.614 | 1.204, 0.307; of turns 0.153 | 0.193, 1.614 | 1.204, 0.307; of
+# rows 0.153, 1.140, 0.756.
+@pytest.mark.parametrize(
+    ("statistic", "level", "high", "kept"),
+    [
+        ("k1", "turn", 3.0, [1, 1, 1, 0, 0, 0, 1]),
+        ("k1", "sequence", 1.9, [1, 1, 0, 0, 0, 0, 0]),
+        ("k1", "trajectory", 1.9, [1, 1, 1, 1, 1, 0, 0]),
+        ("k2", "turn", 0.5, [1, 1, 1, 0, 0, 0, 1]),
+        ("k2", "sequence", 1.0, [1, 1, 1, 1, 1, 0, 0]),
+        ("k3", "turn", 0.25, [1, 1, 1, 0, 0, 0, 0]),
+        ("k3", "sequence", 1.0, [1, 1, 0, 0, 0, 1, 1]),
+        ("k3", "token", 0.2, [0, 1, 1, 0, 0, 0, 0]),
+    ],
+)
+def test_rejection_at_every_level(
+    rows: list[TrainRow], statistic: str, level: str, high: float, kept: list[int]
+) -> None:
+    rows = rows[:3]
+    for each, turns in zip(rows, [[0, 0], [1, 2, 2], [0, 1]], strict=True):
+        each.sample.turn_ids[each.sample.loss_mask] = turns
+    told = scores(rows, [[LN2, 0.0], [-LN2, 2 * LN2, 2 * LN2], [-3 * LN2, LN2]])
+    config = {"weights": "none", "reject": [{"statistic": statistic, "level": level, "high": high}]}
+    found = correct(rows, told, CorrectionConfig.model_validate(config))
+    given = torch.cat([found.kept[each.sample.trajectory_id, each.sample.leaf] for each in found.rows])
+    assert given.int().tolist() == kept
+    assert found.metrics["correction/rejected"] == pytest.approx(1 - sum(kept) / 7)
+
+
+class Stepping(Watched):
+    """A learner that does take its steps."""
+
+    def optim_step(self) -> StepResult:
+        return self.learner.optim_step()
+
+
+def test_several_minibatches_keep_the_weights_of_before_the_first(model_dir: Models, rows: list[TrainRow]) -> None:
+    """Decoupled over two passes of two minibatches: weights and old policy are those of the beginning, the ratio moves."""
+    watched = Stepping(model_dir())
+    before = watched.logprobs(pack(rows, 100))[0]
+    config = AlgorithmConfig.model_validate(
+        {"old_logprobs": "recompute", "correction": {"high": 1.5}, "epochs": 2, "minibatches": 2}
+    )
+    metrics = update_policy(watched, rows, config, BatchConfig(max_tokens_per_micro_batch=100), seed=0)  # type: ignore[arg-type]
+    assert len(watched.steps) == 4
+    for first, second in ((0, 1), (2, 3)):
+        batches = [*watched.steps[first][0], *watched.steps[second][0]]
+        old = torch.cat([batch.old_logprobs for batch in batches if batch.old_logprobs is not None])
+        torch.testing.assert_close(old.sort().values, before.sort().values, atol=1e-5, rtol=0)
+        rollout, weights = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("rollout_logprobs", "weights"))
+        torch.testing.assert_close(weights, (old - rollout).exp().clamp(max=1.5), atol=1e-5, rtol=1e-5)
+    assert metrics["train/ratio_max"] > 1.001
