@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from turnwise.config import ConfigReference
 from turnwise.errors import RegistryError
-from turnwise.trainer.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGE_DATA, advantage_fn
+from turnwise.trainer.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGE_DATA, WITHOUT_GROUPS, advantage_fn
 from turnwise.trainer.aggregation import LossAggregation
 from turnwise.trainer.correction import CorrectionConfig
 from turnwise.trainer.losses import LOSS_ARGUMENTS, LOSS_DATA, LOSSES, SELECT_ARGUMENTS, SELECT_DATA, find_loss
@@ -247,6 +247,16 @@ class AlgorithmConfig(BaseModel):
         return bind(
             self.loss, select, given, key="algorithm.loss_options", arguments=SELECT_ARGUMENTS, data=SELECT_DATA
         )
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether each task is rolled out greedily, too: the estimator reads what that earns."""
+        return "baselines" in self.chosen_advantage().reads
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a trajectory is held against the others of its group, so that a group of one teaches nothing."""
+        return self.advantage not in WITHOUT_GROUPS
 
     @property
     def idle_at_zero(self) -> bool:

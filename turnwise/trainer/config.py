@@ -205,8 +205,16 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"policies holds {', '.join(self.policies) or 'nothing'}; exactly one, main, can be trained"
             )
-        if self.rollout.group_size < 2:
-            raise ValueError("rollout.group_size is 1, and a group of one has advantage zero; set at least 2")
+        if self.rollout.group_size < 2 and self.algorithm.compares_groups:
+            raise ValueError(
+                f"rollout.group_size is 1, and by algorithm.advantage {self.algorithm.advantage} a group of one has "
+                "advantage zero; set at least 2, or an estimator that compares no groups (remax, reinforce_plus_plus)"
+            )
+        if self.algorithm.greedy_baseline and self.rollout.group_reward is not None:
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage} holds trajectories against a greedy rollout, which is "
+                "no member of the group that rollout.group_reward compares: its reward would lack that part; choose one"
+            )
         members = self.batch.groups * self.rollout.group_size
         if self.algorithm.minibatches > members:
             raise ValueError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -160,12 +160,15 @@ def load_credit(config: CreditConfig) -> CreditFn | None:
     return checked
 
 
-def assign(members: Sequence[Trajectory], config: AlgorithmConfig) -> TurnAdvantages:
+def assign(
+    members: Sequence[Trajectory], config: AlgorithmConfig, baselines: Mapping[str, float] | None = None
+) -> TurnAdvantages:
     """Return the advantages of the turns of trajectories, by the configured estimator and credit.
 
     Args:
         members: Trajectories in which something was sampled.
         config: The estimator, its options and the credit.
+        baselines: What the greedy rollout of each group earned, for an estimator that reads it.
 
     Raises:
         RegistryError: No such estimator.
@@ -184,7 +187,7 @@ def assign(members: Sequence[Trajectory], config: AlgorithmConfig) -> TurnAdvant
         )
         dead_groups = len({group for group, is_dead in zip(groups, gone, strict=True) if is_dead})
         return TurnAdvantages([*found], gone, len(numbers), dead_groups)
-    result = estimated(members, groups, config.chosen_advantage())
+    result = estimated(members, groups, config.chosen_advantage(), baselines or {})
     values: list[float | Values] = [float(value) for value in result.values]
     if config.credit.name != "same":
         values = [
@@ -194,13 +197,16 @@ def assign(members: Sequence[Trajectory], config: AlgorithmConfig) -> TurnAdvant
     return TurnAdvantages(values, [bool(flag) for flag in result.dead], result.groups, result.dead_groups)
 
 
-def estimated(members: Sequence[Trajectory], groups: Sequence[int], estimate: Chosen) -> Advantages:
+def estimated(
+    members: Sequence[Trajectory], groups: Sequence[int], estimate: Chosen, baselines: Mapping[str, float]
+) -> Advantages:
     """Return the advantages of whole trajectories.
 
     Args:
         members: Trajectories in which something was sampled.
         groups: For each its group.
         estimate: The estimator with its options.
+        baselines: What the greedy rollout earned, by group id; read where the estimator asks for it.
 
     Raises:
         TrainError: A reward is not finite, or an estimator of the user's returned something else than advantages.
@@ -208,10 +214,12 @@ def estimated(members: Sequence[Trajectory], groups: Sequence[int], estimate: Ch
     rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
     names = sorted({name for each in members for _, name, _ in each.rewards})
     sums = [[sum(value for _, said, value in each.rewards if said == name) for each in members] for name in names]
-    data = {
+    data: dict[str, Any] = {
         "lengths": torch.tensor([each.sampled_tokens for each in members], dtype=torch.int64),
         "components": {name: torch.tensor(each, dtype=torch.float64) for name, each in zip(names, sums, strict=True)},
     }
+    if "baselines" in estimate.reads:
+        data["baselines"] = torch.tensor([baselines[each.group_id] for each in members], dtype=torch.float64)
     result = estimate(rewards, torch.tensor(groups, dtype=torch.int64), **data)
     if not isinstance(result, Advantages) or result.values.shape != rewards.shape:
         raise TrainError(

@@ -38,14 +38,14 @@ class TaskStream:
         """How many tasks of the current epoch were taken; of several sources, how many in all."""
         return self._order.position
 
-    def take(self, groups: int, group_size: int) -> list[RolloutRequest]:
+    def take(self, groups: int, group_size: int, *, greedy_baseline: bool = False) -> list[RolloutRequest]:
         """Return the requests of one train step and move on.
 
         Raises:
             TaskError: A row that was reached cannot be read.
         """
         taken = [self._order.next() for _ in range(groups)]
-        return [RolloutRequest(task, epoch, group_size) for task, epoch in taken]
+        return [RolloutRequest(task, epoch, group_size, greedy_baseline=greedy_baseline) for task, epoch in taken]
 
     def state(self) -> dict[str, Any]:
         """Return where this stands, as JSON values."""

@@ -277,9 +277,11 @@ def _counted(reports: list[SourceReport]) -> str:
 
 def _plan(config: TrainConfig) -> Iterator[str]:
     rollout, algorithm, policy = config.rollout, config.algorithm, config.policy
-    episodes = config.batch.groups * rollout.group_size
+    greedy = algorithm.greedy_baseline
+    episodes = config.batch.groups * (rollout.group_size + greedy)
+    size = f"{rollout.group_size}{' + 1 greedy' * greedy}"
     yield (
-        f"{config.steps} steps of {config.batch.groups} tasks x {rollout.group_size} episodes = {episodes} episodes, "
+        f"{config.steps} steps of {config.batch.groups} tasks x {size} episodes = {episodes} episodes, "
         f"{config.steps * episodes:,} in all"
     )
     turn = "" if rollout.max_tokens_per_turn is None else f" of at most {rollout.max_tokens_per_turn} tokens"

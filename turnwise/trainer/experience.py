@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from turnwise.agents.roles import role_of
 from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.baselines import greedy_rewards, without_baseline
 from turnwise.trainer.credit import assign, credit_metrics, on_tokens
 from turnwise.trainer.packing import TrainRow
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
@@ -27,11 +28,13 @@ class Collected:
         members: Trajectories that are compared with each other: no error ended them, and something was sampled.
         samples: For each member its rows, in the order of leaves; none without a trained token.
         metrics: What went in (names in ``metrics.py``).
+        baselines: By the group that members are compared within: what its greedy rollout earned, where there was one.
     """
 
     members: list[Trajectory]
     samples: list[list[TrainSample]]
     metrics: dict[str, float]
+    baselines: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,7 +76,10 @@ def collect(
         "batch/cut_tokens": float(sum(each.unowned_tokens for each in found)),
         "batch/empty_leaves": float(sum(each.empty_leaves for each in found)),
     }
-    return Collected(members, [each.rows for each in found], metrics)
+    baselines = greedy_rewards(groups, policy)
+    if baselines:
+        metrics["reward/greedy"] = sum(baselines.values()) / len(baselines)
+    return Collected(members, [each.rows for each in found], metrics, baselines)
 
 
 def build_experience(collected: Collected, config: AlgorithmConfig, *, temperature: float) -> Experience:
@@ -93,7 +99,8 @@ def build_experience(collected: Collected, config: AlgorithmConfig, *, temperatu
         ConfigError: The credit's function cannot be loaded.
         TrainError: A reward, or what a turn is worth, is not finite.
     """
-    result = assign(collected.members, config)
+    collected = _comparable(collected, config)
+    result = assign(collected.members, config, collected.baselines)
     rows: list[TrainRow] = []
     for samples, value, dead in zip(collected.samples, result.values, result.dead, strict=True):
         if not (dead and config.drop_zero_variance):
@@ -111,6 +118,20 @@ def build_experience(collected: Collected, config: AlgorithmConfig, *, temperatu
         }
     )
     return Experience(rows, metrics)
+
+
+def _comparable(collected: Collected, config: AlgorithmConfig) -> Collected:
+    """Return what is collected without members that the estimator has no baseline for."""
+    if not config.greedy_baseline:
+        return collected
+    missing = without_baseline(collected.members, collected.baselines)
+    kept = [number for number in range(len(collected.members)) if number not in missing]
+    return replace(
+        collected,
+        members=[collected.members[number] for number in kept],
+        samples=[collected.samples[number] for number in kept],
+        metrics=collected.metrics | {"batch/no_baseline": float(len(missing))},
+    )
 
 
 def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:

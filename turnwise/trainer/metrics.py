@@ -14,6 +14,7 @@ from turnwise.trainer.learner import Stats, StepResult
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the trajectories of the step",
     "reward/std": "standard deviation of their rewards",
+    "reward/greedy": "mean reward of the greedy rollouts that are baselines (remax)",
     "reward/informative": "share of trajectories whose group has rewards that differ",
     "reward/by_name/*": "sum of the reward events of one name, per trajectory",
     "reward/by_source/*": "mean reward of the trajectories whose tasks are from one source",
@@ -29,6 +30,7 @@ METRICS: dict[str, str] = {
     "batch/dead_groups": "groups without differences, or of one member: they teach nothing",
     "batch/trajectories": "trajectories without an error",
     "batch/silent": "those of them in which nothing was sampled: they are compared with nothing",
+    "batch/no_baseline": "trajectories left out because their group's greedy rollout failed (remax)",
     "batch/failed": "members and trajectories that an error ended",
     "batch/rows": "rows trained",
     "batch/trained_tokens": "sampled tokens trained",

@@ -26,7 +26,7 @@ from turnwise.trainer.correction import (
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import StepResult
 from turnwise.trainer.metrics import meaning
-from turnwise.trainer.packing import MicroBatch, TrainRow
+from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.update import update_policy
 
 Row = Callable[..., TrainRow]
@@ -314,7 +314,7 @@ class Stepping(Watched):
 
 
 def test_several_minibatches_keep_the_weights_of_before_the_first(model_dir: Models, rows: list[TrainRow]) -> None:
-    """Decoupled over two passes of two minibatches: weights and old policy are those of the beginning, the ratio moves."""
+    """Decoupled over two passes of two minibatches: weights and old policy are those of the beginning."""
     watched = Stepping(model_dir())
     before = watched.logprobs(pack(rows, 100))[0]
     config = AlgorithmConfig.model_validate(
@@ -326,6 +326,7 @@ def test_several_minibatches_keep_the_weights_of_before_the_first(model_dir: Mod
         batches = [*watched.steps[first][0], *watched.steps[second][0]]
         old = torch.cat([batch.old_logprobs for batch in batches if batch.old_logprobs is not None])
         torch.testing.assert_close(old.sort().values, before.sort().values, atol=1e-5, rtol=0)
-        rollout, weights = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("rollout_logprobs", "weights"))
+        rollout = torch.cat([batch.rollout_logprobs for batch in batches])
+        weights = torch.cat([batch.weights for batch in batches])
         torch.testing.assert_close(weights, (old - rollout).exp().clamp(max=1.5), atol=1e-5, rtol=1e-5)
     assert metrics["train/ratio_max"] > 1.001

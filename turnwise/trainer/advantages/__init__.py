@@ -20,9 +20,9 @@ from turnwise.trainer.registry import enter, find
 AdvantageFn: TypeAlias = Callable[..., Advantages]
 
 ADVANTAGE_ARGUMENTS = ("rewards", "groups")
-ADVANTAGE_DATA = ("lengths", "components")
+ADVANTAGE_DATA = ("lengths", "components", "baselines")
 """What an estimator may ask for by name: sampled tokens of each trajectory, shape [n]; rewards by their name, each of
-shape [n]."""
+shape [n]; what the greedy rollout of its group earned, shape [n]: training rolls one out where somebody asks."""
 
 ADVANTAGES: dict[str, AdvantageFn] = {
     "grpo": grpo,
@@ -34,8 +34,12 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "gpg": gpg,
     "passk": passk,
     "gdpo": gdpo,
+    "remax": remax,
 }
-"""Estimators by the name that a configuration uses. ``remax`` is none: it reads greedy rollouts, and none are made."""
+"""Estimators by the name that a configuration uses."""
+
+WITHOUT_GROUPS = frozenset({"reinforce_plus_plus", "remax"})
+"""Those that hold a trajectory against something else than the others of its group: a group of one teaches, too."""
 
 
 def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
@@ -70,8 +74,8 @@ def advantage_fn(name: str) -> AdvantageFn:
 
 
 __all__ = [
-    "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "AdvantageFn", "Advantages", "TokenAdvantages",
-    "advantage_fn", "critic_gae", "dr_grpo", "gae", "gdpo", "gigpo", "gpg", "grpo", "opo", "passk",
+    "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "WITHOUT_GROUPS", "AdvantageFn", "Advantages",
+    "TokenAdvantages", "advantage_fn", "critic_gae", "dr_grpo", "gae", "gdpo", "gigpo", "gpg", "grpo", "opo", "passk",
     "register_advantage", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "returns_to_go", "rloo",
     "token_rewards", "whitened",
 ]  # fmt: skip

@@ -106,7 +106,7 @@ def gdpo(
 
 
 def remax(rewards: Tensor, groups: Tensor, *, baselines: Tensor) -> Advantages:
-    """REINFORCE with the reward of the greedy completion as baseline: for trainers that make such completions.
+    """REINFORCE with the reward of the greedy completion as baseline.
 
     ``A_i = r_i - b_i``: Li et al. 2023, ReMax (arXiv:2310.10505). Nothing is compared within a group, so a group
     of one teaches as well as any; a trajectory that earned what the greedy one did has 0.

@@ -24,7 +24,8 @@ async def train_sync(run: TrainRun) -> None:
         started = time.monotonic()
         step = run.state.step + 1
         run.display.status(f"step {step}: rolling out")
-        run.manager.generate_sequences(run.tasks.take(config.batch.groups, config.rollout.group_size))
+        size, greedy = config.rollout.group_size, config.algorithm.greedy_baseline
+        run.manager.generate_sequences(run.tasks.take(config.batch.groups, size, greedy_baseline=greedy))
         ref, metrics = await run.buffer.sample(step, "train", config.batch.groups)
         # Only a function of the user's may want to read what was said.
         fields = ("tokens", "rewards", "metrics", *(("messages",) if config.algorithm.credit.custom else ()))
