@@ -1,14 +1,15 @@
 """Causal attention over packed segments, for any Hugging Face model.
 
-Owns: :class:`PackedLayout` and the attention function that ``transformers`` calls under :data:`ATTENTION`. The layout
-travels as a keyword argument of the model's forward. Refuses: segments with a parent, and models whose attention asks
-for something this function does not compute.
+Owns: the attention function that ``transformers`` calls under :data:`ATTENTION`. The layout of the segments
+(``layout.py``) travels as a keyword argument of the model's forward. A token sees the tokens of its own segment up to
+itself and all of its segment's ancestors; which of three ways computes that is decided here (``shared_attention.py`` on
+a CPU, ``flex_attention.py`` for trees on a GPU, and the one of this file for everything else). Refuses: models whose
+attention asks for something that none of them computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,83 +17,15 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
 
 from turnwise.errors import TrainError
+from turnwise.trainer.flex_attention import flex_tree_attention
+from turnwise.trainer.layout import Bucket, PackedLayout
+from turnwise.trainer.shared_attention import shared_attention
 
 ATTENTION = "turnwise_packed"
 """The name under which :func:`packed_attention` is registered with ``transformers.AttentionInterface``."""
 
 LAYOUT_ARGUMENT = "turnwise_layout"
 """The keyword argument of the forward that holds the :class:`PackedLayout`."""
-
-# Shorter segments join a bucket down to this share of its longest: less wastes calls, more wastes padding.
-_BUCKET_RATIO = 0.75
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """How a packed row is spread over dense [n, L] buckets of segments of similar length, and back.
-
-    Attributes:
-        gather: int64 of shape [P]: for each dense position the packed position it shows (any, where it is padding).
-        scatter: int64 of shape [T]: for each packed position its dense position.
-        pads: int64: the dense positions that are padding.
-        buckets: (n, L) of each bucket, in the order in which they lie in the dense positions.
-    """
-
-    gather: Tensor
-    scatter: Tensor
-    pads: Tensor
-    buckets: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, segments: Sequence[tuple[int, int, int]], device: torch.device) -> PackedLayout:
-        """Make the layout of (start, length, parent) segments that cover [0, T) in order.
-
-        Raises:
-            TrainError: A segment has a parent.
-        """
-        for number, (_, _, parent) in enumerate(segments):
-            if parent != -1:
-                raise TrainError(
-                    f"segment {number} has parent {parent}: segments that share a prefix are not supported by "
-                    "this attention; pack rows with parent -1"
-                )
-        groups: list[list[int]] = []
-        for number in sorted(range(len(segments)), key=lambda n: -segments[n][1]):
-            if groups and segments[number][1] >= _BUCKET_RATIO * segments[groups[-1][0]][1]:
-                groups[-1].append(number)
-            else:
-                groups.append([number])
-        starts = torch.tensor([start for start, _, _ in segments])
-        lengths = torch.tensor([length for _, length, _ in segments])
-        gathers, valids, buckets = [], [], []
-        for group in groups:
-            longest = segments[group[0]][1]
-            members = torch.tensor(group)
-            offsets = torch.arange(longest)[None, :]
-            valid = offsets < lengths[members][:, None]
-            gathers.append(torch.where(valid, starts[members][:, None] + offsets, starts[members][:, None]).flatten())
-            valids.append(valid.flatten())
-            buckets.append((len(group), longest))
-        gather, valid = torch.cat(gathers), torch.cat(valids)
-        dense = torch.nonzero(valid).flatten()
-        scatter = torch.empty(int(lengths.sum()), dtype=torch.int64)
-        scatter[gather[dense]] = dense
-        pads = torch.nonzero(~valid).flatten()
-        return cls(gather.to(device), scatter.to(device), pads.to(device), tuple(buckets))
-
-
-class _Spread(torch.autograd.Function):
-    """[T, ...] to [P, ...]. Padding receives no gradient, so the backward pass is a plain gather, not a scatter-add."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
-        ctx.save_for_backward(scatter)
-        return values.index_select(0, gather)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (scatter,) = ctx.saved_tensors
-        return grad.index_select(0, scatter), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -109,7 +42,6 @@ class _Collect(torch.autograd.Function):
         return grad.index_select(0, gather).index_fill_(0, pads, 0.0), None, None, None
 
 
-_spread: Callable[..., Tensor] = _Spread.apply
 _collect: Callable[..., Tensor] = _Collect.apply
 
 
@@ -126,7 +58,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment, causally. The signature is the one that ``transformers`` calls.
+    """Attend within each segment and to its ancestors, causally. The signature is the one that ``transformers`` calls.
 
     Args:
         module: The attention layer (not read).
@@ -136,7 +68,7 @@ def packed_attention(
         attention_mask: None: the layout says everything.
         dropout: Not applied: rollout and training must compute the same function.
         scaling: Factor of the scores; None is ``D ** -0.5``.
-        sliding_window: A token sees this many tokens, itself included; None is all before it.
+        sliding_window: A token sees this many tokens of its path, itself included; None is all before it.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; None leaves them.
         s_aux: Shape [H], a score per head that takes part in the softmax and has no value (attention sinks).
         **kwargs: Holds the layout.
@@ -149,24 +81,16 @@ def packed_attention(
     """
     del module, dropout
     layout = _layout_of(query, attention_mask, kwargs)
-    # [1, H, T, D] -> [P, H, D]: heads stay together, so that one gather moves whole tokens.
-    q, k, v = (_spread(x[0].transpose(0, 1), layout.gather, layout.scatter) for x in (query, key, value))
-    outputs, start = [], 0
-    for count, length in layout.buckets:
-        end = start + count * length
-        bq, bk, bv = (x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        mask = _window_mask(length, sliding_window, query.device)
-        if softcap is None and s_aux is None:
-            grouped = bq.shape[1] != bk.shape[1]
-            out = F.scaled_dot_product_attention(
-                bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-            )
-        else:
-            out = _explicit_attention(bq, bk, bv, mask, scaling, softcap, s_aux)
-        outputs.append(out.transpose(1, 2).reshape(count * length, *out.shape[1:2], out.shape[3]))
-        start = end
-    dense = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return _collect(dense, layout.gather, layout.scatter, layout.pads)[None], None
+    window = None if sliding_window is None or sliding_window >= layout.longest_path else sliding_window
+    if torch.is_autocast_enabled(query.device.type):
+        # What scaled_dot_product_attention would do; rotary embeddings leave queries and keys in float32.
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    plain = window is None and softcap is None and s_aux is None and value.shape[-1] == query.shape[-1]
+    if plain and query.device.type == "cpu":
+        return shared_attention(query, key, value, layout, scaling), None
+    if layout.is_tree and query.device.type == "cuda":
+        return flex_tree_attention(query, key, value, layout, scaling, window, softcap, s_aux), None
+    return _by_paths(query, key, value, layout, scaling, window, softcap, s_aux), None
 
 
 def _layout_of(query: Tensor, attention_mask: Tensor | None, given: Mapping[str, Any]) -> PackedLayout:
@@ -184,11 +108,49 @@ def _layout_of(query: Tensor, attention_mask: Tensor | None, given: Mapping[str,
     return layout
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    if window is None or length <= window:
+def _by_paths(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention by segments of similar shape, each over the keys of its whole path: computes everything, on any device.
+
+    The keys of a shared ancestor are copied to each of its segments; their gradients add up in the backward pass.
+    """
+    # [1, H, T, D] -> [T, H, D]: heads stay together, so that one gather moves whole tokens.
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    outputs = []
+    for bucket in layout.path_buckets:
+        bq = q.index_select(0, bucket.queries).view(*bucket.shape, *q.shape[1:]).transpose(1, 2)
+        count = bucket.shape[0]
+        bk, bv = (x.index_select(0, bucket.keys).view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+        mask = _path_mask(bucket, window)
+        if softcap is None and sinks is None:
+            grouped = bq.shape[1] != bk.shape[1]
+            out = F.scaled_dot_product_attention(
+                bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            )
+        else:
+            out = _explicit_attention(bq, bk, bv, mask, scaling, softcap, sinks)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    dense = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return _collect(dense, layout.dense_queries, layout.scatter, layout.pads)[None]
+
+
+def _path_mask(bucket: Bucket, window: int | None) -> Tensor | None:
+    """Return who sees whom, [n, 1, L, S]; None where that is plainly causal."""
+    if bucket.square and window is None:
         return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
+    depth = torch.arange(bucket.keys.shape[0] // bucket.shape[0], device=bucket.keys.device)
+    # The key at index j of a path has position j, so padding behind a path is seen by padding only.
+    distance = bucket.depths.view(*bucket.shape)[:, :, None] - depth
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return seen[:, None]
 
 
 def _explicit_attention(

@@ -247,7 +247,7 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn
 
     policy = load_model(directory, device=pick_device("auto"))
     rows = [TrainRow(turn.sample, temperature=turn.temperature) for turn in turns]
-    for batch in pack(rows, _TOKENS_AT_ONCE):
+    for batch in pack(rows, _TOKENS_AT_ONCE, share_prefixes=True):
         with torch.no_grad():
             computed = policy.forward(batch).logprobs.float().cpu().tolist()
         places = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()

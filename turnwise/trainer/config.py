@@ -121,11 +121,14 @@ class BatchConfig(_Section):
         groups: Groups per step (``rollout.group_size`` trajectories each).
         max_tokens_per_micro_batch: Tokens of one forward and backward pass; more needs more memory.
         max_tokens_per_row: Longer rows are cut; what is cut off is counted. None cuts nothing.
+        share_prefixes: Compute once what rows of a micro-batch have in common at their beginning (the prompt of a
+            group, the history of branches). The result is the same.
     """
 
     groups: PositiveInt = 16
     max_tokens_per_micro_batch: PositiveInt = 4096
     max_tokens_per_row: PositiveInt | None = None
+    share_prefixes: bool = True
 
 
 class CheckpointConfig(_Section):

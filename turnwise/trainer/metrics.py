@@ -35,6 +35,7 @@ METRICS: dict[str, str] = {
     "batch/rows": "rows trained",
     "batch/trained_tokens": "sampled tokens trained",
     "batch/tokens": "tokens of the rows, context included",
+    "batch/packed_tokens": "tokens that the updates of the step computed, shared ones once; counted once per epoch",
     "batch/cut_tokens": "sampled tokens that batch.max_tokens_per_row cut off",
     "batch/empty_leaves": "leaves that own no sampled token",
     "credit/spread": "largest less smallest advantage among the turns of a trajectory, mean over trajectories",

@@ -1,7 +1,8 @@
 """From training rows to packed micro-batches.
 
 Owns: :class:`TrainRow`, :class:`MicroBatch` and :func:`pack`. Refuses: padding (a micro-batch is ``[1, T]`` with
-segments, nothing else exists) and any decision about advantages or weights; rows bring theirs.
+segments, nothing else exists), finding out what rows share (``prefix_tree.py``), and any decision about advantages or
+weights; rows bring theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import TrainError
+from turnwise.trainer.prefix_tree import Laid, PrefixTree
 from turnwise.trajectory import TrainSample
 
 
@@ -39,14 +41,15 @@ class TrainRow:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows laid end to end, and the N tokens of them that are trained, in the order of ``rows`` and of their tokens.
+    """Rows laid end to end or as trees, and their N trained tokens, in the order of ``rows`` and of a row's tokens.
 
     What the forward pass sees has shape [1, T], what is known of a trained token shape [N].
 
     Attributes:
         input_ids: int64 of shape [1, T].
-        position_ids: int64 of shape [1, T], starting again at 0 in each segment without a parent.
+        position_ids: int64 of shape [1, T], starting at 0 in each segment without a parent, else going on from it.
         segments: (start, length, parent) of each segment; parent is the segment whose ids come before, -1 for none.
+            They stand in the order of a walk through their trees.
         rows: Indices of the rows in what was packed.
         predictors: int64, the position in [0, T) whose state predicts the token.
         target_ids: int64, the token.
@@ -89,16 +92,18 @@ class MicroBatch:
         return self.predictors.shape[0]
 
 
-def pack(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
+def pack(rows: Sequence[TrainRow], max_tokens: int, *, share_prefixes: bool = False) -> list[MicroBatch]:
     """Lay rows into micro-batches of at most ``max_tokens`` tokens.
 
-    First-fit over rows sorted by length, longest first (equal lengths keep their order), so the result depends on the
-    rows alone. Rows without a trained token are left out: nothing would read them. A row longer than the budget gets
-    a micro-batch of its own.
+    Rows without a trained token are left out: nothing would read them. A row longer than the budget gets a micro-batch
+    of its own. What is computed for a trained token depends on its row alone, not on how rows are packed.
 
     Args:
         rows: What to pack.
-        max_tokens: Token budget of a micro-batch.
+        max_tokens: Token budget of a micro-batch. Tokens that rows share in it count once.
+        share_prefixes: Lay what rows have in common at their beginning once (rows of a group, branches of a
+            trajectory), and leave out what stands behind the last trained token. Else rows are laid whole and end to
+            end, first-fit, longest first.
 
     Raises:
         TrainError: The budget is below 1, or a row cannot be trained (its message names the row and the field).
@@ -107,12 +112,28 @@ def pack(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
         raise TrainError(f"max_tokens_per_micro_batch is {max_tokens}; it must be at least 1")
     for index, row in enumerate(rows):
         _check(index, row)
-    lengths = [len(row.sample.input_ids) for row in rows]
     trained = [index for index, row in enumerate(rows) if row.sample.trained_tokens]
+    if not share_prefixes:
+        parts = _first_fit([len(rows[index].sample.input_ids) for index in trained], max_tokens)
+        return [_lay(rows, members, _end_to_end(rows, members)) for members in _named(parts, trained)]
+    # The state that predicts the last trained token is the last one that anything needs.
+    needed = [int(np.flatnonzero(rows[index].sample.loss_mask)[-1]) for index in trained]
+    tree = PrefixTree.of([rows[index].sample.input_ids[:end] for index, end in zip(trained, needed, strict=True)])
+    parts = tree.partition(max_tokens)
+    members = _named([[tree.order[place] for place in part] for part in parts], trained)
+    return [_lay(rows, names, tree.lay(part)) for names, part in zip(members, parts, strict=True)]
+
+
+def _named(parts: Sequence[Sequence[int]], names: Sequence[int]) -> list[list[int]]:
+    return [[names[number] for number in part] for part in parts]
+
+
+def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Deal rows to micro-batches, longest first (equal lengths keep their order)."""
     bins: list[list[int]] = []
     room: list[int] = []
     first_open = 0
-    for index in sorted(trained, key=lambda i: -lengths[i]):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         number = next((n for n in range(first_open, len(bins)) if room[n] >= lengths[index]), len(bins))
         if number == len(bins):
             bins.append([])
@@ -122,7 +143,7 @@ def pack(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
         # Lengths only fall from here on, so full bins at the front need no second look.
         while first_open < len(bins) and room[first_open] <= 0:
             first_open += 1
-    return [_lay(rows, members) for members in bins]
+    return bins
 
 
 def _check(index: int, row: TrainRow) -> None:
@@ -149,33 +170,58 @@ def _check(index: int, row: TrainRow) -> None:
         raise TrainError(f"{where}: temperature is {row.temperature}; it must be 0 or more")
 
 
-def _lay(rows: Sequence[TrainRow], members: Sequence[int]) -> MicroBatch:
-    chosen = [rows[index] for index in members]
-    lengths = [len(row.sample.input_ids) for row in chosen]
+def _end_to_end(rows: Sequence[TrainRow], members: Sequence[int]) -> Laid:
+    lengths = [len(rows[index].sample.input_ids) for index in members]
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
-    ids = np.concatenate([row.sample.input_ids for row in chosen]).astype(np.int64)
-    mask = np.concatenate([row.sample.loss_mask for row in chosen])
-    targets = np.flatnonzero(mask)
+    return Laid(
+        segments=tuple((start, length, -1) for start, length in zip(starts, lengths, strict=True)),
+        sources=tuple((number, 0, length) for number, length in enumerate(lengths)),
+        paths=tuple((number,) for number in range(len(lengths))),
+    )
+
+
+def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: Laid) -> MicroBatch:
+    chosen = [rows[index] for index in members]
+    ids = [chosen[number].sample.input_ids[first:end] for number, first, end in laid.sources]
+    trained = [np.flatnonzero(row.sample.loss_mask) for row in chosen]
 
     def of_tokens(values: Sequence[float | npt.NDArray[np.float32]]) -> Tensor:
-        full = [np.broadcast_to(np.asarray(v, np.float32), (n,)) for v, n in zip(values, lengths, strict=True)]
-        return torch.from_numpy(np.concatenate(full)[targets])
+        picked = [
+            np.broadcast_to(np.asarray(value, np.float32), row.sample.loss_mask.shape)[tokens]
+            for value, row, tokens in zip(values, chosen, trained, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(picked))
 
     return MicroBatch(
-        input_ids=torch.from_numpy(ids)[None],
-        position_ids=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]))[None],
-        segments=tuple((start, length, -1) for start, length in zip(starts, lengths, strict=True)),
+        input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64))[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(first, end) for _, first, end in laid.sources]))[None],
+        segments=laid.segments,
         rows=tuple(members),
-        # The token at position t is predicted by the state at t - 1; no row trains its first token.
-        predictors=torch.from_numpy(targets - 1),
-        target_ids=torch.from_numpy(ids[targets]),
+        predictors=torch.from_numpy(np.concatenate(_predictors(laid, trained))),
+        target_ids=torch.from_numpy(
+            np.concatenate(
+                [row.sample.input_ids[tokens] for row, tokens in zip(chosen, trained, strict=True)], dtype=np.int64
+            )
+        ),
         rollout_logprobs=of_tokens([row.sample.rollout_logprobs for row in chosen]),
         advantages=of_tokens([row.advantage for row in chosen]),
         weights=of_tokens([row.weight * row.importance for row in chosen]),
         temperatures=of_tokens([row.temperature or 1.0 for row in chosen]),
-        sequences=torch.from_numpy(np.repeat(np.arange(len(chosen)), [row.sample.trained_tokens for row in chosen])),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(tokens) for tokens in trained])),
         turns=torch.from_numpy(_turns(chosen)),
     )
+
+
+def _predictors(laid: Laid, trained: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+    """Return for each row where the states stand that predict its trained tokens."""
+    found = []
+    for path, tokens in zip(laid.paths, trained, strict=True):
+        # The token at position t is predicted by the state at t - 1, which may stand in an ancestor; no row trains its
+        # first token.
+        begins = np.asarray([laid.sources[segment][1] for segment in path])
+        shifts = np.asarray([laid.segments[segment][0] for segment in path]) - begins
+        found.append(tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, side="right") - 1])
+    return found
 
 
 def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError, MissingExtraError, TrainError
-from turnwise.trainer.attention import ATTENTION, LAYOUT_ARGUMENT, PackedLayout, packed_attention
+from turnwise.trainer.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
+from turnwise.trainer.layout import PackedLayout
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.vocabulary import LogitTransform, score_states
 
@@ -99,9 +100,11 @@ class Policy:
             entropy: Whether the entropy is returned too.
 
         Raises:
-            TrainError: An id that the vocabulary does not have, or segments with a parent.
+            TrainError: An id that the vocabulary does not have, or segments out of order.
         """
-        lowest, highest = (int(end) for end in batch.input_ids.aminmax())
+        # The last token of a row may be trained and not be read.
+        ends = [end for ids in (batch.input_ids, batch.target_ids) for end in ids.aminmax()]
+        lowest, highest = int(min(ends)), int(max(ends))
         if lowest < 0 or highest >= self.vocab_size:
             raise TrainError(
                 f"a row holds the id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
@@ -217,10 +220,11 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def check_packable(model: Any) -> None:
-    """Switch a model to packed attention and prove it: two segments packed give the logits of each alone.
+    """Switch a model to packed attention and prove it: sequences packed give the logits of each alone.
 
-    The reference is the model's own forward, one sequence at a time, with its own attention. Layers that carry state
-    from token to token (state-space, linear attention) fail here.
+    Packed are two with a common beginning, which stands there once, and one of its own. The reference is the
+    model's own forward, one sequence at a time, with its own attention. Layers that carry state from token to token
+    (state-space, linear attention) fail here.
 
     Raises:
         TrainError: The model cannot be switched, or the logits differ.
@@ -231,26 +235,28 @@ def check_packable(model: Any) -> None:
         raise TrainError(f"{name} has layers of type {', '.join(sorted(kinds))}: they cannot be trained packed")
     device = next(iter(model.parameters())).device
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
-    lengths = [5, 3]
-    ids = (torch.arange(sum(lengths), device=device) * 7919 + 1).remainder(vocabulary)
+    ids = (torch.arange(11, device=device) * 7919 + 1).remainder(vocabulary)
+    begin, first, second, other = torch.split(ids, [3, 2, 3, 3])
     with torch.no_grad():
-        plain = [model(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
+        plain = [
+            model(input_ids=part[None], use_cache=False).logits[0]
+            for part in (torch.cat([begin, first]), torch.cat([begin, second]), other)
+        ]
         model.set_attn_implementation(ATTENTION)
         if model.config.get_text_config()._attn_implementation != ATTENTION:
             raise TrainError(f"{name} does not take its attention from transformers.AttentionInterface")
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-        layout = PackedLayout.of(((0, 5, -1), (5, 3, -1)), device)
+        layout = PackedLayout.of(((0, 3, -1), (3, 2, 0), (5, 3, 0), (8, 3, -1)), device)
         output = model.get_decoder()(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
+            input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
         )
         packed = final_logits(model, output.last_hidden_state[0])
-    reference = torch.cat(plain)
+    reference = torch.cat([plain[0], plain[1][3:], plain[2]])
     difference = float((packed - reference).abs().max())
     scale = float(reference.abs().max())
     if not difference <= 1e-3 * max(1.0, scale):
         raise TrainError(
             f"{name}: packed logits differ from the model's own by {difference:.3g} (largest logit {scale:.3g}), "
-            "so segments see each other or something stands behind the output matrix that is not known here"
+            "so segments see what they should not, or something stands behind the output matrix that is not known here"
         )
 
 

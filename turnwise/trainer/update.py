@@ -22,7 +22,7 @@ from turnwise.trainer.correction import correct
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.metrics import update_metrics
 from turnwise.trainer.objectives import PolicyObjective
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.registry import Chosen
 
 RowKey = tuple[str, int]
@@ -37,7 +37,7 @@ def update_policy(
         learner: Whose weights change.
         rows: What is trained. May be empty: every group taught nothing, and nothing changes.
         algorithm: The loss, epochs and minibatches.
-        batch: The token budget of a micro-batch.
+        batch: The token budget of a micro-batch, and whether rows share prefixes in it.
         seed: Decides how rows are dealt to minibatches.
 
     Returns:
@@ -45,9 +45,10 @@ def update_policy(
     """
     objective = PolicyObjective.of(algorithm)
     select = algorithm.chosen_selection()
-    prepared = _prepare(learner, rows, algorithm, batch.max_tokens_per_micro_batch)
+    prepared = _prepare(learner, rows, algorithm, batch)
     rows, old = prepared.rows, prepared.old
     updates: list[tuple[Stats, StepResult]] = []
+    computed = 0
     for epoch in range(algorithm.epochs):
         parts = minibatches(rows, algorithm.minibatches, stable_hash("minibatches", seed, epoch))
         for number, part in enumerate(parts):
@@ -58,7 +59,8 @@ def update_policy(
             if algorithm.idle_at_zero:
                 # Rows without advantage count in the normaliser, but no forward pass is spent on them.
                 weighed = [row for row in weighed if np.any(row.advantage)]
-            batches = pack(weighed, batch.max_tokens_per_micro_batch)
+            batches = pack(weighed, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
+            computed += sum(micro.tokens for micro in batches)
             for micro in batches:
                 keys = [_key(weighed[index]) for index in micro.rows]
                 if old is not None:
@@ -67,7 +69,7 @@ def update_policy(
                     micro.selected = torch.cat([selected[key] for key in keys])
             stats = learner.forward_backward(batches, objective, normalizer)
             updates.append((stats, learner.optim_step()))
-    return update_metrics(updates) | prepared.metrics
+    return update_metrics(updates) | prepared.metrics | {"batch/packed_tokens": float(computed)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class _Prepared:
     metrics: dict[str, float]
 
 
-def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, budget: int) -> _Prepared:
+def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, batch: BatchConfig) -> _Prepared:
     """Correct the rows, and find the old policy's log-probabilities.
 
     They are None where they are those of the forward pass of the one update itself: the ratio is then 1.
@@ -87,7 +89,7 @@ def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmCon
     several = algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None
     own: Mapping[RowKey, Tensor] | None = None
     if algorithm.correction is not None or (several and algorithm.old_logprobs == "recompute"):
-        own = recompute_logprobs(learner, rows, budget)
+        own = recompute_logprobs(learner, rows, batch)
     metrics: dict[str, float] = {}
     if algorithm.correction is not None and own is not None:
         corrected = correct(rows, own, algorithm.correction)
@@ -154,9 +156,9 @@ def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[Tr
     return parts
 
 
-def recompute_logprobs(learner: Learner, rows: Sequence[TrainRow], budget: int) -> dict[RowKey, Tensor]:
+def recompute_logprobs(learner: Learner, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
     """Return the log-probabilities of each row's trained tokens under the weights as they are now, by row."""
-    batches: list[MicroBatch] = pack(rows, budget)
+    batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
     found: dict[RowKey, Tensor] = {}
     for micro, scores in zip(batches, learner.logprobs(batches), strict=True):
         start = 0

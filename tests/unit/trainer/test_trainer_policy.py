@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from turnwise.errors import TrainError
 from turnwise.trainer import policy as policy_module
-from turnwise.trainer.attention import PackedLayout
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.policy import Policy, load_model
 from turnwise.trainer.vocabulary import score_states
@@ -154,11 +153,6 @@ def test_ids_outside_the_vocabulary_are_named(model_dir: Callable[..., Path], ro
         policy.forward(pack([row(4, ids=[1, 2, 61, 3])], 10)[0])
     with pytest.raises(TrainError, match="holds the id -1"):
         policy.forward(pack([row(4, ids=[1, -1, 5, 3])], 10)[0])
-
-
-def test_parents_are_refused() -> None:
-    with pytest.raises(TrainError, match="segment 1 has parent 0"):
-        PackedLayout.of([(0, 3, -1), (3, 2, 0)], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tied", ["qwen3", "llama"])

@@ -62,7 +62,9 @@ def rows(row: Row) -> list[TrainRow]:
 
 def update(watched: Watched, rows: list[TrainRow], **algorithm: object) -> dict[str, float]:
     config = AlgorithmConfig.model_validate(algorithm)
-    return update_policy(watched, rows, config, BatchConfig(max_tokens_per_micro_batch=32), seed=3)  # type: ignore[arg-type]
+    # Rows are laid whole, so that their ids name them in what is watched.
+    batch = BatchConfig(max_tokens_per_micro_batch=32, share_prefixes=False)
+    return update_policy(watched, rows, config, batch, seed=3)  # type: ignore[arg-type]
 
 
 def test_recomputed_logprobs_are_those_before_the_first_step_row_by_row(model_dir: Models, rows) -> None:

@@ -16,7 +16,8 @@ from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.update import update_policy
 
-BATCH = BatchConfig(max_tokens_per_micro_batch=64)
+# Sharing would round otherwise, and the first step of AdamW makes much of next to nothing.
+BATCH = BatchConfig(max_tokens_per_micro_batch=64, share_prefixes=False)
 
 
 def learner(path: Path) -> TorchLearner:

@@ -1,0 +1,213 @@
+"""Attention over forests of segments against a dense mask, for each way of computing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.errors import TrainError
+from turnwise.trainer import flex_attention as flex_module
+from turnwise.trainer.attention import _by_paths, packed_attention
+from turnwise.trainer.flex_attention import block_mask, flex_tree_attention
+from turnwise.trainer.layout import PackedLayout
+from turnwise.trainer.shared_attention import shared_attention
+
+CPU = torch.device("cpu")
+Segments = list[tuple[int, int, int]]
+
+
+@st.composite
+def forests(draw: st.DrawFn, most: int = 9, longest: int = 7) -> Segments:
+    """Segments in the order of a walk: each hangs on the one before it, one of that one's ancestors, or on nothing."""
+    segments: Segments = []
+    path: list[int] = []
+    start = 0
+    for number in range(draw(st.integers(1, most))):
+        path = path[: draw(st.integers(0, len(path)))]
+        length = draw(st.integers(1, longest))
+        segments.append((start, length, path[-1] if path else -1))
+        path.append(number)
+        start += length
+    return segments
+
+
+def visible(segments: Segments, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Who sees whom, [T, T], and positions, walked token by token from the definition."""
+    total = sum(length for _, length, _ in segments)
+    mask, positions = torch.zeros(total, total, dtype=torch.bool), torch.zeros(total, dtype=torch.int64)
+    paths: list[list[int]] = []
+    for start, length, parent in segments:
+        path = list(paths[parent]) if parent != -1 else []
+        for token in range(start, start + length):
+            path.append(token)
+            positions[token] = len(path) - 1
+            mask[token, path if window is None else path[-window:]] = True
+        paths.append(path)
+    return mask, positions
+
+
+def inputs(tokens: int, heads: int = 4, shared_heads: int = 2, size: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(heads, size), (shared_heads, size), (shared_heads, size)]
+    made = [2 * torch.randn(1, tokens, h, d, generator=generator) for h, d in shapes]
+    return [each.transpose(1, 2).requires_grad_() for each in made]
+
+
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[None, :, None, None]
+    return (weights / total @ v.repeat_interleave(groups, 1)).transpose(1, 2)
+
+
+def agree(way: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> None:
+    weight = torch.randn(given[0].transpose(1, 2).shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for each in (way, reference):
+        out = each(*given)
+        found.append((out.detach(), *torch.autograd.grad((out * weight).sum(), given)))
+    for name, got, want in zip(("out", "query", "key", "value"), *found, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@settings(max_examples=25, deadline=None)
+@given(segments=forests())
+def test_each_way_equals_a_dense_mask(segments: Segments) -> None:
+    layout = PackedLayout.of(segments, CPU)
+    mask, positions = visible(segments)
+    assert layout.positions.tolist() == positions.tolist()
+    assert layout.longest_path == int(positions.max()) + 1
+    given_ = inputs(layout.tokens)
+    for way in (
+        lambda q, k, v: shared_attention(q, k, v, layout, 0.3),
+        lambda q, k, v: _by_paths(q, k, v, layout, 0.3, None, None, None),
+    ):
+        agree(way, lambda q, k, v: dense(q, k, v, mask, 0.3), given_)
+
+
+@settings(max_examples=15, deadline=None)
+@given(segments=forests(), window=st.integers(1, 9), cap=st.sampled_from([None, 2.0]), sinks=st.booleans())
+def test_windows_caps_and_sinks_follow_the_path(
+    segments: Segments, window: int, cap: float | None, sinks: bool
+) -> None:
+    layout = PackedLayout.of(segments, CPU)
+    mask, _ = visible(segments, window)
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
+    given_ = inputs(layout.tokens)
+    agree(
+        lambda q, k, v: _by_paths(q, k, v, layout, 0.3, window, cap, sink),
+        lambda q, k, v: dense(q, k, v, mask, 0.3, cap, sink),
+        given_,
+    )
+
+
+@pytest.mark.parametrize(("window", "cap", "sinks"), [(None, None, False), (3, 2.0, True), (None, None, True)])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_follows_the_path(window: int | None, cap: float | None, sinks: bool) -> None:
+    """Uncompiled, and forward only: it has no backward pass on a CPU; tests/gpu has both."""
+    layout = PackedLayout.of([(0, 7, -1), (7, 2, 0), (9, 1, 1), (10, 4, 1), (14, 3, 0), (17, 5, -1)], CPU)
+    mask, _ = visible(list(layout.segments), window)
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
+    given_ = [each.detach() for each in inputs(layout.tokens)]
+    got = flex_tree_attention(*given_, layout, 0.3, window, cap, sink)
+    torch.testing.assert_close(got, dense(*given_, mask, 0.3, cap, sink), atol=2e-5, rtol=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(segments=forests(), window=st.sampled_from([None, 3]))
+def test_no_block_that_anybody_sees_is_left_out(segments: Segments, window: int | None) -> None:
+    """Blocks of 4 instead of 128: seen blocks are all there, and those without a mask are seen as a whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex_module, "_BLOCK", 4)
+        layout = PackedLayout.of(segments, CPU)
+        found = block_mask(layout, window)
+    mask, _ = visible(segments, window)
+    count = -(-layout.tokens // 4)
+    padded = torch.zeros(count * 4, count * 4, dtype=torch.bool)
+    padded[: layout.tokens, : layout.tokens] = mask
+    blocks = padded.view(count, 4, count, 4).transpose(1, 2)
+
+    def named(counts: torch.Tensor | None, indices: torch.Tensor | None) -> set[tuple[int, int]]:
+        assert counts is not None
+        assert indices is not None
+        return {(q, int(kv)) for q in range(count) for kv in indices[0, 0, q, : int(counts[0, 0, q])]}
+
+    partial = named(found.kv_num_blocks, found.kv_indices)
+    whole = named(found.full_kv_num_blocks, found.full_kv_indices)
+    assert not partial & whole
+    for q in range(count):
+        for kv in range(count):
+            if blocks[q, kv].any():
+                assert (q, kv) in partial | whole
+            if (q, kv) in whole:
+                rows = slice(0, min(4, layout.tokens - 4 * q))
+                assert blocks[q, kv][rows].all()
+
+
+def test_long_segments_are_batched_by_length() -> None:
+    """Two prompts of 70 and 65 tokens with three completions each, whose lengths differ little."""
+    segments: Segments = [(0, 70, -1), (70, 40, 0), (110, 38, 0), (148, 33, 0)]
+    segments += [(181, 65, -1), (246, 40, 4), (286, 37, 4), (323, 9, 4)]
+    layout = PackedLayout.of(segments, CPU)
+    assert [bucket.shape for bucket in layout.own_buckets] == [(2, 70), (5, 40), (1, 9)]
+    assert layout.shared == ((0, 70, 181), (181, 246, 332))
+    mask, _ = visible(segments)
+    agree(
+        lambda q, k, v: shared_attention(q, k, v, layout, None),
+        lambda q, k, v: dense(q, k, v, mask, 8**-0.5),
+        inputs(layout.tokens),
+    )
+
+
+def test_padding_of_extreme_scores_has_no_gradient() -> None:
+    """A padded query repeats the first one, whose score with a later key may be hundreds above its own denominator."""
+    segments: Segments = [(0, 4, -1), (4, 3, -1)]
+    layout = PackedLayout.of(segments, CPU)
+    given_ = inputs(7)
+    with torch.no_grad():
+        given_[1][0, :, 5:] = 100 * given_[0][0, ::2, 4:5]
+    out = shared_attention(*given_, layout, 1.0)
+    for gradient in torch.autograd.grad(out.sum(), given_):
+        assert torch.isfinite(gradient).all()
+
+
+def test_bfloat16_parts_are_added_in_float32() -> None:
+    segments: Segments = [(0, 30, -1), (30, 10, 0), (40, 10, 1), (50, 10, 1)]
+    layout = PackedLayout.of(segments, CPU)
+    exact = inputs(60)
+    mask, _ = visible(segments)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = packed_attention(torch.nn.Identity(), *exact, None, turnwise_layout=layout)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), dense(*exact, mask, 8**-0.5), atol=0.06, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([(0, 3, -1), (3, 2, -1), (5, 2, 0)], "segment 2 has parent 0, which is not the segment before it"),
+        ([(0, 3, -1), (4, 2, 0)], "segment 1 starts at 4 with 2 tokens; expected is 3"),
+        ([(0, 3, -1), (3, 0, 0)], "segment 1 starts at 3 with 0 tokens"),
+    ],
+)
+def test_segments_out_of_order_are_named(segments: Any, message: str) -> None:
+    with pytest.raises(TrainError, match=message):
+        PackedLayout.of(segments, CPU)
