@@ -39,9 +39,13 @@ if TYPE_CHECKING:
     from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
     from turnwise.tools import BaseTool, OutputLimit, ToolResponse, function_tool
     from turnwise.trainer.advantages import register_advantage
-    from turnwise.trainer.config import SFTConfig, TrainConfig
+    from turnwise.trainer.collate import collate_padded
+    from turnwise.trainer.config import TrainConfig
     from turnwise.trainer.losses import register_loss
-    from turnwise.trainer.sft import run_sft
+    from turnwise.trainer.offline.config import DPOConfig, RewardModelConfig, SFTConfig
+    from turnwise.trainer.offline.dpo import run_dpo
+    from turnwise.trainer.offline.reward_model import run_reward_model
+    from turnwise.trainer.offline.sft import run_sft
     from turnwise.trainer.train import run_train
     from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
     from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenPrompt, ToolCall, ToolSchema
@@ -73,10 +77,14 @@ _HOMES = {
     "tasks": ("SourceConfig", "Task", "iter_tasks", "load_tasks"),
     "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
     "trainer.advantages": ("register_advantage",),
-    "trainer.config": ("SFTConfig", "TrainConfig"),
     "trainer.losses": ("register_loss",),
+    "trainer.collate": ("collate_padded",),
+    "trainer.config": ("TrainConfig",),
+    "trainer.offline.config": ("DPOConfig", "RewardModelConfig", "SFTConfig"),
+    "trainer.offline.dpo": ("run_dpo",),
+    "trainer.offline.reward_model": ("run_reward_model",),
+    "trainer.offline.sft": ("run_sft",),
     "trainer.train": ("run_train",),
-    "trainer.sft": ("run_sft",),
     "trajectory": ("Segment", "TrainSample", "Trajectory", "TrajectoryGroup", "to_samples"),
     "types": ("Completion", "Message", "SamplingParams", "StopReason", "TokenPrompt", "ToolCall", "ToolSchema"),
 }  # fmt: skip
@@ -91,6 +99,7 @@ __all__ = [
     "ChatTurnwise",
     "Completion",
     "ConfigError",
+    "DPOConfig",
     "Env",
     "EnvError",
     "EnvSpec",
@@ -107,6 +116,7 @@ __all__ = [
     "RenderError",
     "Renderer",
     "ReplayBuffer",
+    "RewardModelConfig",
     "RolloutConfig",
     "RolloutManager",
     "RolloutProducer",
@@ -136,6 +146,7 @@ __all__ = [
     "TurnsAgent",
     "TurnwiseError",
     "check_env",
+    "collate_padded",
     "dump_config",
     "evaluate",
     "from_gymnasium",
@@ -151,7 +162,9 @@ __all__ = [
     "register_advantage",
     "register_agent",
     "register_loss",
+    "run_dpo",
     "run_eval",
+    "run_reward_model",
     "run_sft",
     "run_train",
     "to_gymnasium",

@@ -25,9 +25,10 @@ from rich.console import Console
 
 from turnwise.config import load_config
 from turnwise.errors import TurnwiseError
-from turnwise.trainer.config import SFTConfig, TrainConfig
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.offline.config import SFTConfig
 from turnwise.trainer.run_directory import cpu_seconds
-from turnwise.trainer.sft import run_sft
+from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.train import TrainSummary, run_train
 
 

@@ -14,8 +14,8 @@ from turnwise.agents.context.sub_agent import schema_of
 from turnwise.envs.lookup import LookupEnv, table, tasks
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.config import SFTConfig
-from turnwise.trainer.sft import run_sft
+from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.train import run_train
 
 SUB_AGENT = {"prompt": "Help.", "description": "Help."}

@@ -14,8 +14,8 @@ import pytest
 from support.lookup_run import environment, example, lines, shared, silent
 from turnwise.envs import invoke, make, schemas, tool_call
 from turnwise.envs.seeded import tasks
-from turnwise.trainer.config import SFTConfig
-from turnwise.trainer.sft import run_sft
+from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.offline.sft import run_sft
 from turnwise.types import Message, text_of
 
 ENV = Path(__file__).parents[2] / "examples" / "hello" / "env.py"

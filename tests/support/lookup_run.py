@@ -27,8 +27,9 @@ from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from turnwise.config import dump_config
-from turnwise.trainer.config import SFTConfig, TrainConfig
-from turnwise.trainer.sft import run_sft
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.offline.sft import run_sft
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lookup"
 SMALL_MODEL = EXAMPLE.parent / "small_model"

@@ -13,8 +13,8 @@ import pytest
 
 from support.lookup_run import MODEL, example, silent
 from turnwise.inference.vllm import VLLMConfig
-from turnwise.trainer.config import SFTConfig
-from turnwise.trainer.sft import run_sft
+from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.offline.sft import run_sft
 
 ROOT = Path(__file__).parents[2]
 # Starting takes three imports of vLLM, one after the other.

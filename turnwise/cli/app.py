@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from turnwise import __version__
-from turnwise.cli import audit, check_env, evaluate, gateway, mcp, runner, serve, sft, train, view
+from turnwise.cli import audit, check_env, dpo, evaluate, gateway, mcp, reward_model, runner, serve, sft, train, view
 from turnwise.errors import TurnwiseError
 from turnwise.extensions import load_extensions
 
@@ -27,6 +27,8 @@ app = typer.Typer(
 )
 app.command("train")(train.command)
 app.command("sft")(sft.command)
+app.command("dpo")(dpo.command)
+app.command("reward-model")(reward_model.command)
 app.command("eval")(evaluate.command)
 app.command("serve")(serve.command)
 app.command("gateway")(gateway.command)

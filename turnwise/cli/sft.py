@@ -14,9 +14,9 @@ def command(
     config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
     overrides: Overrides = None,
 ) -> None:
-    """Fine-tune a model on demonstration conversations."""
+    """Fine-tune a model on demonstrations, or on recorded trajectories (rejection sampling)."""
     from turnwise.config import load_config
-    from turnwise.trainer.config import SFTConfig
-    from turnwise.trainer.sft import run_sft
+    from turnwise.trainer.offline.config import SFTConfig
+    from turnwise.trainer.offline.sft import run_sft
 
     run_sft(load_config(SFTConfig, config, overrides or ()))

@@ -1,7 +1,7 @@
-"""The configuration of training runs: ``turnwise train`` and ``turnwise sft``.
+"""The configuration of training runs: ``turnwise train``, and what other ways of training share with it.
 
-Owns: :class:`TrainConfig`, :class:`SFTConfig` and the sections that both share. Refuses: sections of other packages,
-which stand in their own ``config.py`` and are nested by import, and keys that nothing reads.
+Owns: :class:`TrainConfig` and its sections (``offline/config.py`` takes some of them). Refuses: sections of other
+packages, which stand in their own ``config.py`` and are nested by import, and keys that nothing reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from turnwise.evaluation.config import EvalPlan
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import TasksConfig
-from turnwise.trainer.aggregation import LossAggregation
 from turnwise.trainer.algorithm import AlgorithmConfig
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
@@ -235,48 +234,3 @@ class TrainConfig(_Section):
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, at most: what the learning-rate schedule counts."""
         return self.steps * self.algorithm.epochs * self.algorithm.minibatches
-
-
-class SFTConfig(_Section):
-    """``turnwise sft``.
-
-    Attributes:
-        name: Name of the run; its directory is ``runs/name``, its model ``runs/name/model``.
-        runs: Where run directories lie.
-        overwrite: Whether a model that is there already is replaced.
-        seed: Decides the order of conversations.
-        data: A jsonl file of demonstrations: ``{"messages": [...], "tools": [...]}`` per line, in OpenAI's form.
-        limit: Take at most this many.
-        epochs: How often the data is gone through, unless ``steps`` is given.
-        steps: Optimizer steps.
-        conversations: Conversations per optimizer step.
-        max_tokens_per_micro_batch: Tokens of one forward and backward pass; more needs more memory.
-        max_tokens_per_row: Longer conversations are cut; what is cut off is counted. None cuts nothing.
-        loss_aggregation: What the loss is averaged over.
-        model: The model to start from.
-        optim: How gradients become updates.
-        schedule: How the learning rate changes.
-        renderer: How messages become tokens.
-    """
-
-    name: RunName
-    runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
-    overwrite: bool = False
-    seed: Annotated[int, Field(ge=0)] = 0
-    data: ConfigPath
-    limit: PositiveInt | None = None
-    epochs: PositiveInt = 1
-    steps: PositiveInt | None = None
-    conversations: PositiveInt = 32
-    max_tokens_per_micro_batch: PositiveInt = 4096
-    max_tokens_per_row: PositiveInt | None = None
-    loss_aggregation: LossAggregation = "token_mean"
-    model: ModelConfig
-    optim: OptimConfig = OptimConfig(lr=1e-5)
-    schedule: ScheduleConfig = ScheduleConfig()
-    renderer: RendererConfig = RendererConfig()
-
-    @property
-    def policy(self) -> PolicyConfig:
-        """Model, optimizer and schedule as one."""
-        return PolicyConfig(model=self.model, optim=self.optim, schedule=self.schedule)

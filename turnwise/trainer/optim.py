@@ -44,13 +44,15 @@ def schedule_factor(step: int, total_steps: int, config: ScheduleConfig) -> floa
 def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return (weight matrices, embeddings and output matrix, all else) by name; tied parameters once, frozen not.
 
-    Matrices are what Muon is made for: two-dimensional and neither looked up by id nor producing logits.
+    Matrices are what Muon is made for: two-dimensional and neither looked up by id nor producing logits. A matrix of
+    one row (the head of a reward model) is a vector.
 
     Args:
         model: A Hugging Face causal language model.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tables.add(id(model.get_output_embeddings().weight))
+    if (output := model.get_output_embeddings()) is not None:
+        tables.add(id(output.weight))
     matrices: dict[str, Tensor] = {}
     embeddings: dict[str, Tensor] = {}
     rest: dict[str, Tensor] = {}
@@ -59,7 +61,7 @@ def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             continue
         if id(parameter) in tables:
             embeddings[name] = parameter
-        elif parameter.ndim == 2:
+        elif parameter.ndim == 2 and min(parameter.shape) > 1:
             matrices[name] = parameter
         else:
             rest[name] = parameter

@@ -17,11 +17,14 @@ from rich.console import Console
 from support.chat_models import build_model_dir
 from turnwise.errors import TaskError, TrainError
 from turnwise.inference.renderer import load_renderer
-from turnwise.trainer import sft as sft_module
-from turnwise.trainer.config import SFTConfig
 from turnwise.trainer.loggers import read_metrics
+from turnwise.trainer.offline import core as core_module
+from turnwise.trainer.offline import demonstrations as demonstrations_module
+from turnwise.trainer.offline import sft as sft_module
+from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.offline.demonstrations import Demonstration, demonstration_rows, load_demonstrations
+from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.policy import load_model
-from turnwise.trainer.sft import Demonstration, demonstration_rows, load_demonstrations, run_sft
 
 TOOL = {
     "type": "function",
@@ -132,7 +135,7 @@ def test_only_assistant_tokens_are_trained_and_the_prompt_is_the_templates(
 
 
 def load_demonstrations_of(rows: list[dict[str, Any]]) -> list[Demonstration]:
-    lines = [sft_module._demonstration(f"row {n}", json.dumps(row).encode()) for n, row in enumerate(rows)]
+    lines = [demonstrations_module._demonstration(f"row {n}", row) for n, row in enumerate(rows)]
     return lines
 
 
@@ -164,14 +167,14 @@ def test_epochs_cover_every_conversation(
     start: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[int]] = []
-    real = sft_module._batches
+    real = sft_module.shuffled
 
     def spy(count: int, size: int, seed: int) -> Any:
         for batch in real(count, size, seed):
             seen.append(batch)
             yield batch
 
-    monkeypatch.setattr(sft_module, "_batches", spy)
+    monkeypatch.setattr(sft_module, "shuffled", spy)
     config = configure(start("qwen3"), tmp_path, steps=None, epochs=3, conversations=2)
     assert run_sft(config, console=quiet()).steps == 6
     for epoch in range(3):
@@ -196,7 +199,7 @@ def test_an_interrupt_leaves_no_model(
         raise KeyboardInterrupt
 
     config = configure(start("qwen3"), tmp_path, steps=1)
-    monkeypatch.setattr(sft_module, "save_format", interrupt)
+    monkeypatch.setattr(core_module, "save_format", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_sft(config, console=quiet())
     assert sorted(each.name for each in (tmp_path / "runs" / "warm").iterdir()) == ["metrics.jsonl"]

@@ -1,0 +1,146 @@
+"""``turnwise dpo``: direct preference optimisation on written preferences, or on pairs of recorded trajectories.
+
+Owns: :class:`PreferenceObjective` and :func:`run_dpo`. Refuses: formulas (``losses/preference.py``) and pairs
+(``preferences.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from turnwise.errors import TrainError
+from turnwise.inference.core import Renderer
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.learner import Learner
+from turnwise.trainer.losses import LossSums
+from turnwise.trainer.losses.preference import dpo_loss, ipo_loss, pair_sums, rpo_term
+from turnwise.trainer.offline.config import DPOConfig
+from turnwise.trainer.offline.core import Batch, OfflineResult, Shown, fit, prepare, save_model, shuffled, told
+from turnwise.trainer.offline.preferences import (
+    Pair,
+    load_preferences,
+    pack_pairs,
+    preference_pairs,
+    recorded_pairs,
+    token_sides,
+)
+from turnwise.trainer.offline.recorded import make_pairs, read_recorded
+from turnwise.trainer.packing import MicroBatch
+from turnwise.trainer.policy import TokenScores
+
+_SHOWN = Shown(
+    "dpo",
+    {
+        "loss": "train/loss",
+        "accuracy": "preference/accuracy",
+        "margin": "preference/margin",
+        "grad": "train/grad_norm",
+        "tok/s": "time/tokens_per_s",
+    },
+    "preference/accuracy",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceObjective:
+    """The loss of the pairs of a step, relative to a reference.
+
+    Attributes:
+        config: Which loss, and its options.
+        sides: int64 of shape [rows], as :func:`~turnwise.trainer.offline.preferences.pack_pairs` returns it.
+        reference: float32 of shape [pairs, 2]: log-probabilities of chosen and rejected under the reference.
+    """
+
+    config: DPOConfig
+    sides: Tensor
+    reference: Tensor
+
+    @property
+    def entropy(self) -> bool:
+        """Never."""
+        return False
+
+    def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
+        """Return the summed loss of the pairs of a micro-batch."""
+        config = self.config
+        device = scores.logprobs.device
+        pairs, sides = token_sides(batch, self.sides)
+        sums, lengths = pair_sums(scores.logprobs, sides.to(device), len(pairs))
+        found = sums / lengths if config.length_normalised else sums
+        gained = found - self.reference[pairs].to(device)
+        margins = gained[:, 0] - gained[:, 1]
+        if config.loss == "ipo":
+            result = ipo_loss(margins, beta=config.beta)
+        else:
+            result = dpo_loss(margins, beta=config.beta, label_smoothing=config.label_smoothing)
+        if config.nll_coef:
+            result.loss = result.loss + rpo_term(sums[:, 0], lengths[:, 0], coef=config.nll_coef)
+        with torch.no_grad():
+            rewards = config.beta * gained.sum(0)
+            result.sums |= {"chosen": rewards[0], "rejected": rewards[1]}
+            result.sums["nll"] = -(sums[:, 0] / lengths[:, 0]).sum()
+        return result
+
+
+def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResult:
+    """Train a model on preferences and save it to ``runs/name/model``.
+
+    Args:
+        config: What to do.
+        console: Where the display goes; by default standard error.
+
+    Raises:
+        TaskError: The data cannot be read or said in the model's chat format, or holds no pair.
+        TrainError: The model cannot be loaded or trained, or a model of this name exists.
+    """
+    target = prepare(config)
+    renderer = config.renderer.load(config.model.path)
+    pairs, left_out = _pairs(config, renderer)
+    if not pairs:
+        raise TrainError("max_tokens_per_row leaves nothing to train of any pair: raise it")
+    if left_out:
+        told(console, f"max_tokens_per_row {config.max_tokens_per_row} leaves {left_out} pairs out")
+    steps = config.steps_over(len(pairs), config.pairs)
+    learner = TorchLearner.create(config.policy, steps)
+    judge = learner
+    if config.reference is not None:
+        judge = TorchLearner.create(config.policy, steps, model_path=config.reference)
+    reference = reference_sums(judge, pairs, config)
+    del judge
+
+    def make(chosen: list[int]) -> Batch:
+        micro, sides = pack_pairs([pairs[index] for index in chosen], config.max_tokens_per_micro_batch)
+        return Batch(micro, PreferenceObjective(config, sides, reference[chosen]), float(len(chosen)), len(chosen))
+
+    order = shuffled(len(pairs), config.pairs, config.seed)
+    metrics = fit(config, learner, steps, order, make, _SHOWN, console)
+    save_model(learner, renderer, target)
+    return OfflineResult(target, steps, metrics)
+
+
+def reference_sums(learner: Learner, pairs: Sequence[Pair], config: DPOConfig) -> Tensor:
+    """Return the log-probabilities of both sides of each pair, float32 of shape [pairs, 2]."""
+    found = torch.zeros(len(pairs), 2)
+    micro, sides = pack_pairs(pairs, config.max_tokens_per_micro_batch)
+    for batch in micro:
+        held, of_token = token_sides(batch, sides)
+        (logprobs,) = learner.logprobs([batch])
+        sums, lengths = pair_sums(logprobs.cpu(), of_token, len(held))
+        found[held] = sums / lengths if config.length_normalised else sums
+    return found
+
+
+def _pairs(config: DPOConfig, renderer: Renderer) -> tuple[list[Pair], int]:
+    if config.trajectories is not None:
+        recorded = make_pairs(read_recorded(config.trajectories, renderer), config.trajectories)
+        return recorded_pairs(recorded[: config.limit], config.max_tokens_per_row)
+    if config.data is None:
+        raise TrainError("data: there is none")
+    preferences = load_preferences(config.data, config.limit)
+    return asyncio.run(preference_pairs(preferences, renderer, config.max_tokens_per_row))

@@ -1,0 +1,218 @@
+"""Preferences: two ways to go on from one prompt, of which one is better.
+
+Owns: :class:`Preference`, :func:`load_preferences`, :class:`Pair` (their rows), :func:`preference_pairs`,
+:func:`recorded_pairs` and :func:`pack_pairs`. Refuses: what is made of them (``dpo.py``, ``reward_model.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.errors import SessionError, TaskError, TrainError
+from turnwise.inference.core import Renderer
+from turnwise.inference.scripted import replay
+from turnwise.trainer.offline.core import json_lines
+from turnwise.trainer.offline.demonstrations import read_messages, read_tools
+from turnwise.trainer.packing import MicroBatch, TrainRow, pack
+from turnwise.trajectory import TrainSample, Trajectory, to_samples
+from turnwise.types import Message, ToolSchema
+
+_FIELDS = ("prompt", "messages", "chosen", "rejected", "tools", "margin", "id")
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two ways to go on.
+
+    Attributes:
+        id: Where it came from.
+        prompt: What was said before.
+        chosen: The better way to go on: messages, at least one of them the assistant's.
+        rejected: The worse way.
+        tools: What could be called.
+        margin: By how much it is better, where that is known.
+    """
+
+    id: str
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+    tools: list[ToolSchema]
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The rows of what was chosen and of what was rejected; each trains at least one token."""
+
+    chosen: list[TrainRow]
+    rejected: list[TrainRow]
+    margin: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens a forward pass of both sees."""
+        return sum(len(row.sample.input_ids) for row in (*self.chosen, *self.rejected))
+
+
+def load_preferences(path: Path, limit: int | None = None) -> list[Preference]:
+    """Read a jsonl file of ``{"prompt": ..., "chosen": ..., "rejected": ..., "tools": [...], "margin": 0.5}``.
+
+    ``prompt`` (or ``messages``) is a list of messages, or a text, which is a user's; ``chosen`` and ``rejected`` are
+    lists of messages, one message, or a text, which is the assistant's. Without a prompt both are whole conversations,
+    and the prompt is how they begin alike.
+
+    Raises:
+        TaskError: The file cannot be read or holds nothing, or a row is malformed.
+    """
+    rows = [_preference(where, record) for where, record in json_lines(path, limit)]
+    if not rows:
+        raise TaskError(f"{path} holds no preference")
+    return rows
+
+
+async def preference_pairs(
+    preferences: Sequence[Preference], renderer: Renderer, max_tokens: int | None = None
+) -> tuple[list[Pair], int]:
+    """Return the rows of preferences; trained are the assistant's tokens after the prompt.
+
+    Returns:
+        The pairs, and how many were left out because ``max_tokens`` left nothing to train of one of their sides.
+
+    Raises:
+        TaskError: A conversation cannot be said in this chat format.
+    """
+    pairs: list[Pair] = []
+    for number, each in enumerate(preferences):
+        # The turns of the prompt are context here, though the assistant said them.
+        turns = sum(message["role"] == "assistant" for message in each.prompt)
+        sides: list[list[TrainRow]] = []
+        for side, said in (("chosen", each.chosen), ("rejected", each.rejected)):
+            name = f"{number}-{side}"
+            try:
+                trajectory = await replay([*each.prompt, *said], each.tools, renderer, trajectory_id=name)
+            except SessionError as error:
+                raise TaskError(f"{each.id}: {side}: {error}") from error
+            samples = to_samples(trajectory, max_tokens=max_tokens).rows
+            sides.append([TrainRow(row) for sample in samples if (row := _after(sample, turns)).trained_tokens])
+        pairs.append(Pair(sides[0], sides[1], each.margin))
+    return _whole(pairs)
+
+
+def recorded_pairs(
+    pairs: Sequence[tuple[Trajectory, Trajectory]], max_tokens: int | None = None
+) -> tuple[list[Pair], int]:
+    """Return the rows of recorded trajectories, as they were sampled. Arguments and result as before."""
+    found = []
+    for number, sides in enumerate(pairs):
+        rows = []
+        for side, each in zip(("chosen", "rejected"), sides, strict=True):
+            samples = to_samples(each, max_tokens=max_tokens).rows
+            rows.append([TrainRow(replace(sample, trajectory_id=f"{number}-{side}")) for sample in samples])
+        found.append(Pair(rows[0], rows[1]))
+    return _whole(found)
+
+
+def pack_pairs(pairs: Sequence[Pair], max_tokens: int) -> tuple[list[MicroBatch], Tensor]:
+    """Lay pairs into micro-batches, both sides of a pair always into the same one.
+
+    First-fit over pairs sorted by length, longest first. A pair longer than the budget gets a micro-batch of its own.
+
+    Returns:
+        The micro-batches, whose ``rows`` count over all rows of the pairs, and int64 of shape [rows]: the side of each,
+        ``2 * pair`` where it was chosen and ``2 * pair + 1`` where it was rejected.
+    """
+    rows: list[TrainRow] = []
+    sides: list[int] = []
+    own: list[list[int]] = []
+    for number, pair in enumerate(pairs):
+        mine = [*pair.chosen, *pair.rejected]
+        own.append(list(range(len(rows), len(rows) + len(mine))))
+        rows += mine
+        sides += [2 * number] * len(pair.chosen) + [2 * number + 1] * len(pair.rejected)
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for number in sorted(range(len(pairs)), key=lambda index: -pairs[index].tokens):
+        size = pairs[number].tokens
+        place = next((place for place, left in enumerate(room) if left >= size), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[place] += own[number]
+        room[place] -= size
+    batches: list[MicroBatch] = []
+    for members in bins:
+        chosen = [rows[index] for index in members]
+        laid = pack(chosen, sum(len(row.sample.input_ids) for row in chosen))
+        if len(laid) != 1:
+            raise TrainError(f"{len(chosen)} rows of pairs were laid into {len(laid)} micro-batches")
+        batches.append(replace(laid[0], rows=tuple(members[index] for index in laid[0].rows)))
+    return batches, torch.tensor(sides, dtype=torch.int64)
+
+
+def token_sides(batch: MicroBatch, sides: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which pairs a micro-batch holds, and the side of each of its trained tokens, pairs counted among those.
+
+    Args:
+        batch: One of :func:`pack_pairs`.
+        sides: What came with it.
+
+    Returns:
+        int64 of shape [P], and int64 of shape [N] in [0, 2 P).
+    """
+    of_token = sides[torch.tensor(batch.rows, dtype=torch.int64)][batch.sequences.cpu()]
+    held, place = torch.unique(of_token // 2, return_inverse=True)
+    return held, 2 * place + of_token % 2
+
+
+def _after(sample: TrainSample, turns: int) -> TrainSample:
+    """Return a sample of which the first ``turns`` turns are not trained."""
+    return replace(sample, loss_mask=sample.loss_mask & (sample.turn_ids >= turns))
+
+
+def _whole(pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
+    kept = [pair for pair in pairs if pair.chosen and pair.rejected]
+    return kept, len(pairs) - len(kept)
+
+
+def _preference(where: str, record: Any) -> Preference:
+    if not isinstance(record, dict) or "chosen" not in record or "rejected" not in record:
+        raise TaskError(f"{where}: chosen or rejected is missing; a row is an object with prompt, chosen and rejected")
+    if unknown := sorted(set(record) - set(_FIELDS)):
+        raise TaskError(f"{where}: unknown field {unknown[0]!r}; allowed: {', '.join(_FIELDS)}")
+    if "prompt" in record and "messages" in record:
+        raise TaskError(f"{where}: prompt and messages are the same thing: give one of them")
+    given = record.get("prompt", record.get("messages"))
+    chosen = _said(f"{where}: chosen", record["chosen"], "assistant")
+    rejected = _said(f"{where}: rejected", record["rejected"], "assistant")
+    if given is None:
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+            shared += 1
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    else:
+        prompt = _said(f"{where}: prompt", given, "user")
+    if not prompt:
+        raise TaskError(f"{where}: there is no prompt, and chosen and rejected do not begin with the same messages")
+    for side, said in (("chosen", chosen), ("rejected", rejected)):
+        if not any(message["role"] == "assistant" for message in said):
+            raise TaskError(f"{where}: {side} holds no message of the assistant's after the prompt")
+    if chosen == rejected:
+        raise TaskError(f"{where}: chosen and rejected are the same: nothing is preferred")
+    margin = record.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise TaskError(f"{where}: margin is {margin!r}; it must be a number")
+    name = str(record.get("id", where))
+    return Preference(name, prompt, chosen, rejected, read_tools(where, record.get("tools")), float(margin))
+
+
+def _said(where: str, given: Any, role: str) -> list[Message]:
+    if isinstance(given, str):
+        return [Message(role=role, content=given)]  # type: ignore[typeddict-item]
+    return read_messages(where, [given] if isinstance(given, dict) else given)

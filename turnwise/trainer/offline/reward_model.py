@@ -1,0 +1,194 @@
+"""``turnwise reward-model``: a model that says what a conversation is worth, from preferences.
+
+Owns: :class:`RewardObjective` and :func:`run_reward_model`. Refuses: the formula (``losses/preference.py``), the model
+with its head (``scoring.py``), and serving it: ``turnwise serve --reward`` and the reward function ``reward_model`` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from turnwise.errors import RenderError, TaskError, TrainError
+from turnwise.inference.reward_server import Encoder
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.learner import Learner
+from turnwise.trainer.losses import LossSums
+from turnwise.trainer.losses.preference import bradley_terry_loss, pair_sums
+from turnwise.trainer.offline.config import RewardModelConfig
+from turnwise.trainer.offline.core import Batch, OfflineResult, Shown, fit, prepare, save_model, shuffled, told
+from turnwise.trainer.offline.preferences import Pair, Preference, load_preferences, pack_pairs, token_sides
+from turnwise.trainer.offline.recorded import make_pairs, read_recorded, spoken
+from turnwise.trainer.offline.scoring import load_scoring
+from turnwise.trainer.packing import MicroBatch, TrainRow
+from turnwise.trainer.policy import TokenScores
+from turnwise.trajectory import TrainSample
+
+_SHOWN = Shown(
+    "reward model",
+    {
+        "loss": "train/loss",
+        "accuracy": "preference/accuracy",
+        "margin": "preference/margin",
+        "grad": "train/grad_norm",
+        "tok/s": "time/tokens_per_s",
+    },
+    "preference/accuracy",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardObjective:
+    """The Bradley-Terry loss of the pairs of a step.
+
+    Attributes:
+        center_coef: Weight of what keeps rewards around 0.
+        sides: int64 of shape [rows], as :func:`~turnwise.trainer.offline.preferences.pack_pairs` returns it.
+        margins: float32 of shape [pairs].
+    """
+
+    center_coef: float
+    sides: Tensor
+    margins: Tensor
+
+    @property
+    def entropy(self) -> bool:
+        """Never."""
+        return False
+
+    def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
+        """Return the summed loss of the pairs of a micro-batch."""
+        pairs, sides = token_sides(batch, self.sides)
+        rewards, _ = pair_sums(scores.logprobs, sides.to(scores.logprobs.device), len(pairs))
+        margins = self.margins[pairs].to(rewards.device)
+        result = bradley_terry_loss(rewards[:, 0], rewards[:, 1], margins, center_coef=self.center_coef)
+        found = rewards.detach().sum(0)
+        result.sums |= {"chosen": found[0], "rejected": found[1]}
+        return result
+
+
+def run_reward_model(config: RewardModelConfig, *, console: Console | None = None) -> OfflineResult:
+    """Train a reward model and save it to ``runs/name/model``, as ``turnwise serve --reward`` takes it.
+
+    Args:
+        config: What to do.
+        console: Where the display goes; by default standard error.
+
+    Raises:
+        TaskError: The data cannot be read or rendered by the model's chat template, or holds no pair.
+        TrainError: The model cannot be loaded or trained, or a model of this name exists.
+        RenderError: The model has no tokenizer.
+    """
+    target = prepare(config)
+    encoder = Encoder(config.model.path)
+    pairs = _within(config, _pairs(config, encoder, console), console)
+    if not pairs:
+        raise TrainError("max_tokens_per_row leaves no pair: raise it")
+    held_out = []
+    if config.held_out is not None:
+        held_out = _within(config, _written(load_preferences(config.held_out), encoder, console), console)
+    steps = config.steps_over(len(pairs), config.pairs)
+    learner = TorchLearner(load_scoring(config.model, seed=config.seed), config.policy, steps)
+
+    def make(chosen: list[int]) -> Batch:
+        mine = [pairs[index] for index in chosen]
+        micro, sides = pack_pairs(mine, config.max_tokens_per_micro_batch)
+        margins = torch.tensor([pair.margin for pair in mine])
+        objective = RewardObjective(config.center_coef, sides, margins)
+        return Batch(micro, objective, float(len(mine)), len(mine))
+
+    order = shuffled(len(pairs), config.pairs, config.seed)
+    metrics = fit(config, learner, steps, order, make, _SHOWN, console)
+    if held_out:
+        right = accuracy(learner, held_out, config.max_tokens_per_micro_batch)
+        metrics["preference/held_out_accuracy"] = right
+        told(console, f"held out: {right:.3f} of {len(held_out)} preferences are right")
+    save_model(learner, None, target)
+    return OfflineResult(target, steps, metrics)
+
+
+def accuracy(learner: Learner, pairs: Sequence[Pair], max_tokens: int) -> float:
+    """Return the share of pairs of which the chosen side has the larger reward."""
+    micro, sides = pack_pairs(pairs, max_tokens)
+    right = 0
+    for batch, scores in zip(micro, learner.logprobs(micro), strict=True):
+        held, of_row = token_sides(batch, sides)
+        rewards, _ = pair_sums(scores.cpu(), of_row, len(held))
+        right += int((rewards[:, 0] > rewards[:, 1]).sum())
+    return right / len(pairs)
+
+
+def scored_row(ids: Sequence[int], name: str) -> TrainRow:
+    """Return the row of a conversation whose score is that of its last token's state.
+
+    A token is added behind it, and is the one that is trained: what predicts it is the state of the last token.
+    """
+    length = len(ids) + 1
+    mask = np.zeros(length, np.bool_)
+    mask[-1] = True
+    sample = TrainSample(
+        input_ids=np.array([*ids, ids[-1]], np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.zeros(length, np.float32),
+        weight_versions=np.full(length, -1, np.int32),
+        turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        trajectory_id=name,
+        group_id=name,
+        leaf=0,
+    )
+    return TrainRow(sample)
+
+
+def _pairs(config: RewardModelConfig, encoder: Encoder, console: Console | None) -> list[Pair]:
+    if config.trajectories is None:
+        if config.data is None:
+            raise TrainError("data: there is none")
+        return _written(load_preferences(config.data, config.limit), encoder, console)
+    # What the reward's server will be asked about is messages: they are encoded as it encodes them.
+    renderer = config.renderer.load(config.model.path)
+    found = make_pairs(read_recorded(config.trajectories, renderer), config.trajectories)[: config.limit]
+    pairs = []
+    for number, (better, worse) in enumerate(found):
+        chosen = _row(encoder, spoken(better), better.id, f"{number}-chosen")
+        pairs.append(Pair([chosen], [_row(encoder, spoken(worse), worse.id, f"{number}-rejected")]))
+    return pairs
+
+
+def _written(preferences: Sequence[Preference], encoder: Encoder, console: Console | None) -> list[Pair]:
+    if tools := sum(1 for each in preferences if each.tools):
+        told(console, f"{tools} rows name tools: a reward's server shows its model none, so neither does training")
+    pairs = []
+    for number, each in enumerate(preferences):
+        chosen = _row(encoder, [*each.prompt, *each.chosen], f"{each.id}: chosen", f"{number}-chosen")
+        rejected = _row(encoder, [*each.prompt, *each.rejected], f"{each.id}: rejected", f"{number}-rejected")
+        pairs.append(Pair([chosen], [rejected], each.margin))
+    return pairs
+
+
+def _row(encoder: Encoder, messages: Sequence[Mapping[str, Any]], where: str, name: str) -> TrainRow:
+    try:
+        ids = encoder.chat([dict(message) for message in messages], arguments={})
+    except RenderError as error:
+        raise TaskError(f"{where}: {error}") from error
+    if not ids:
+        raise TaskError(f"{where}: the chat template writes nothing of it")
+    return scored_row(ids, name)
+
+
+def _within(config: RewardModelConfig, pairs: list[Pair], console: Console | None) -> list[Pair]:
+    """Leave out what is too long: the end of a conversation is what is judged, so nothing is cut."""
+    most = config.max_tokens_per_row
+    kept = [
+        pair
+        for pair in pairs
+        if most is None or all(len(row.sample.input_ids) <= most + 1 for row in (*pair.chosen, *pair.rejected))
+    ]
+    if len(kept) < len(pairs):
+        told(console, f"max_tokens_per_row {most} leaves {len(pairs) - len(kept)} pairs out")
+    return kept

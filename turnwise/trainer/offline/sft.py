@@ -1,0 +1,76 @@
+"""``turnwise sft``: supervised fine-tuning on demonstrations, or on recorded trajectories (rejection sampling).
+
+Owns: :func:`run_sft`. Refuses: making demonstrations (``demonstrations.py``), choosing trajectories (``recorded.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rich.console import Console
+
+from turnwise.errors import TrainError
+from turnwise.inference.core import Renderer
+from turnwise.trainer.aggregation import weigh
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.objectives import CrossEntropyObjective
+from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.offline.core import Batch, OfflineResult, Shown, fit, prepare, save_model, shuffled, told
+from turnwise.trainer.offline.demonstrations import demonstration_rows, load_demonstrations
+from turnwise.trainer.offline.recorded import keep_good, read_recorded
+from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trajectory import to_samples
+
+_SHOWN = Shown(
+    "sft",
+    {"loss": "train/nll", "grad": "train/grad_norm", "tokens": "train/tokens", "tok/s": "time/tokens_per_s"},
+    "train/nll",
+)
+
+
+def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResult:
+    """Fine-tune a model and save it to ``runs/name/model``.
+
+    Args:
+        config: What to do.
+        console: Where the display goes; by default standard error.
+
+    Raises:
+        TaskError: The data cannot be read or said in the model's chat format, or holds nothing to learn from.
+        TrainError: The model cannot be loaded or trained, or a model of this name exists.
+    """
+    target = prepare(config)
+    renderer = config.renderer.load(config.model.path)
+    rows, cut = _rows(config, renderer, console)
+    rows = [each for each in rows if each]
+    if not rows:
+        raise TrainError("no conversation of the data has an assistant token within max_tokens_per_row")
+    if cut:
+        told(console, f"max_tokens_per_row {config.max_tokens_per_row} cuts {cut} assistant tokens off")
+    steps = config.steps_over(len(rows), config.conversations)
+    learner = TorchLearner.create(config.policy, steps)
+    objective = CrossEntropyObjective()
+
+    def make(chosen: list[int]) -> Batch:
+        weighed, normalizer = weigh([row for index in chosen for row in rows[index]], config.loss_aggregation)
+        return Batch(pack(weighed, config.max_tokens_per_micro_batch), objective, normalizer)
+
+    order = shuffled(len(rows), config.conversations, config.seed)
+    metrics = fit(config, learner, steps, order, make, _SHOWN, console)
+    save_model(learner, renderer, target)
+    return OfflineResult(target, steps, metrics, cut)
+
+
+def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tuple[list[list[TrainRow]], int]:
+    """Return the rows of each conversation, and how many trained tokens were cut off."""
+    if config.trajectories is None:
+        if config.data is None:
+            raise TrainError("data: there is none")
+        demonstrations = load_demonstrations(config.data, config.limit)
+        return asyncio.run(demonstration_rows(demonstrations, renderer, config.max_tokens_per_row))
+    recorded = read_recorded(config.trajectories, renderer)
+    kept = keep_good(recorded, config.trajectories)[: config.limit]
+    tasks = len({each.task_id for each in kept})
+    told(console, f"trajectories: {len(kept)} of {len(recorded)} are trained, of {tasks} tasks")
+    samples = [to_samples(each, max_tokens=config.max_tokens_per_row) for each in kept]
+    return [[TrainRow(row) for row in each.rows] for each in samples], sum(each.unowned_tokens for each in samples)
