@@ -27,8 +27,8 @@ from turnwise.config import load_config
 from turnwise.errors import TurnwiseError
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.offline.config import SFTConfig
-from turnwise.trainer.run_directory import cpu_seconds
 from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.run_directory import cpu_seconds
 from turnwise.trainer.train import TrainSummary, run_train
 
 
