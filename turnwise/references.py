@@ -1,7 +1,7 @@
 """From a reference such as ``pkg.mod:Class`` or ``path/file.py:Class`` to the object that it names.
 
-Owns: the forms of references and the wording of what can be wrong with one. Refuses: names without a module; short
-names belong to the registry of what they name.
+Owns: the forms of references, the way back (:func:`reference_to`) and the wording of what can be wrong with one.
+Refuses: names without a module; short names belong to the registry of what they name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -134,3 +135,44 @@ def _place(path: Path, error: Exception) -> str:
 
 def _kind(found: Any) -> str:
     return f"a {type(found).__name__}"
+
+
+def reference_to(target: Any, what: str) -> str:
+    """Return the reference by which :func:`load_object` finds a class or function again.
+
+    What stands in the program that runs is named by its file, so that a later process finds it; in a notebook or an
+    interpreter, where there is no file, by ``__main__``, which only this process finds.
+
+    Args:
+        target: The class or function.
+        what: What it is ("environment", "agent"), for the message.
+
+    Raises:
+        ConfigError: It has no name, or under its name something else is found.
+    """
+    module, name = _name_of(target)
+    if module is None or name is None:
+        raise ConfigError(f"{what} {target!r} has no name that another process could find: name a class or function")
+    if "<" in name:
+        raise ConfigError(
+            f"{what} {name} stands inside a function, where no other process finds it: write it at the top of its file"
+        )
+    owner = module
+    if module == "__main__" or module.startswith(_FILE):
+        file = vars(sys.modules[module]).get("__file__")
+        owner = module if file is None else str(Path(file).resolve())
+    reference = f"{owner}:{name}"
+    if load_object(reference, what) is not target:
+        raise ConfigError(
+            f"{what} {reference} names something else than what was given: give it a name of its own at the top of its "
+            "file"
+        )
+    return reference
+
+
+def _name_of(target: Any) -> tuple[str | None, str | None]:
+    """Return module and name of what a def or a class made, or of what a decorator made of one."""
+    named = inspect.unwrap(target) if callable(target) else target
+    if isinstance(named, type) or inspect.isroutine(named):
+        return named.__module__, named.__qualname__
+    return None, None

@@ -23,6 +23,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetSpent, EnvError
 from turnwise.inference.session import Session
 from turnwise.tasks import Task
+from turnwise.tools.response import call_counts
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class Episode:
         if response.reward is not None:
             self.note(f"tool/{call.name}", response.reward, turn, agent=agent)
         measured = {f"{call.name}/{name}": value for name, value in response.metrics.items()}
-        measured |= {"tool_calls": 1.0, "tool_errors": float(response.error is not None)}
+        measured |= call_counts(call.name, response, [tool.name for tool in self.tools])
         self.count(measured, turn, agent=agent)
         self._check_threads()
         self._check_invalid(self._env)

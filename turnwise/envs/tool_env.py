@@ -7,7 +7,7 @@ answer, which is scored. Refuses: running tools itself; that is ``tools/execute.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from turnwise.tools.agent_data import AgentData
 from turnwise.tools.core import Tool
 from turnwise.tools.execute import Outcome, ToolRunner
 from turnwise.tools.loading import check_names, place_of
-from turnwise.tools.response import ToolResponse
+from turnwise.tools.response import ToolResponse, call_counts
 from turnwise.tools.selection import selected, tools_kwargs
 from turnwise.types import Message, StopReason, ToolCall
 
@@ -89,7 +89,7 @@ class ToolEnv(Env):
             self.lost_thread = runner.lost > 0
         self._note(any(outcome.usable for outcome in outcomes))
         rewards = _rewards(outcomes)
-        info: dict[str, Any] = {"rewards": rewards, "metrics": _metrics(outcomes)}
+        info: dict[str, Any] = {"rewards": rewards, "metrics": _metrics(outcomes, runner.tools)}
         if self.lost_thread:
             info["stop_reason"] = StopReason.TIMEOUT
         elif 0 < self.max_invalid_calls <= self.invalid_in_a_row:
@@ -232,17 +232,17 @@ def _rewards(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return rewards
 
 
-def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def _metrics(outcomes: Sequence[Outcome], tools: Collection[str]) -> dict[str, float]:
     metrics = {"tool_calls": 0.0, "tool_errors": 0.0, "tool_seconds": 0.0}
 
     def add(name: str, value: float) -> None:
         metrics[name] = metrics.get(name, 0.0) + value
 
     for outcome in outcomes:
-        add("tool_calls", 1.0)
+        for name, value in call_counts(outcome.call.name, outcome.response, tools).items():
+            add(name, value)
         add("tool_seconds", outcome.seconds)
         if outcome.response.error is not None:
-            add("tool_errors", 1.0)
             add(f"tool_errors/{outcome.response.error}", 1.0)
         for name, value in outcome.response.metrics.items():
             add(f"{outcome.call.name}/{name}", value)

@@ -1,6 +1,7 @@
 """What a tool answers, and how what a function returned becomes that.
 
-Owns: :class:`ToolResponse`, the conversion of return values (:func:`as_response`) and the errors that a model reads.
+Owns: :class:`ToolResponse`, the conversion of return values (:func:`as_response`), the errors that a model reads, and
+what is counted of a call (:func:`call_counts`).
 Refuses: running tools; ``execute.py`` does that.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ _MESSAGE: Final = OutputLimit(4_000)
 
 INVALID_CALLS: Final = frozenset(("unknown_tool", "invalid_json", "invalid_arguments", "unusable_call"))
 """Errors of calls that reached no tool."""
+
+UNKNOWN_TOOL: Final = "(unknown)"
+"""What calls are counted under that name no tool: a model may invent any number of names."""
 
 
 @dataclass(slots=True)
@@ -170,3 +174,17 @@ def _text(name: str, value: Any) -> str:
             f"tool {name!r} returned a value of type {type(value).__name__}, which JSON cannot express ({error}): "
             "return str, numbers, bool, None, dict, list, a dataclass, a pydantic model or a ToolResponse"
         ) from error
+
+
+def call_counts(name: str, response: ToolResponse, tools: Collection[str]) -> dict[str, float]:
+    """Return what is counted of a call: ``tool_calls`` and ``tool_errors``, of all tools and of this one.
+
+    Args:
+        name: The tool that the call names.
+        response: Its answer.
+        tools: The tools that there are.
+    """
+    of = name if name in tools else UNKNOWN_TOOL
+    failed = float(response.error is not None)
+    counts = {"tool_calls": 1.0, "tool_errors": failed, f"tool_calls/{of}": 1.0}
+    return {**counts, f"tool_failures/{of}": 1.0} if failed else counts

@@ -41,6 +41,7 @@ class TrainerState:
         weight_version: Version of the weights on the inference server.
         config_digest: Of the configuration that the run was started with.
         metrics: The last ones logged.
+        spent: What the run has spent of its budget besides steps (``budget.py``).
         rng: State of the random generators (:func:`capture_rng`).
     """
 
@@ -51,6 +52,7 @@ class TrainerState:
     weight_version: int = 0
     config_digest: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
 
 

@@ -17,6 +17,7 @@ from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
@@ -165,7 +166,8 @@ class TrainConfig(_Section):
         name: Name of the run; its directory is ``runs/name``.
         runs: Where run directories lie.
         seed: Decides reset seeds, sampling seeds and the order of tasks.
-        steps: Train steps.
+        steps: Train steps; None where only a budget limits the run.
+        budget: Tokens and wall time after which the run ends, too.
         tasks: Where the tasks come from (``tasks.load_tasks``): a source, a section with its keys, or a list of
             either, which is a mix; by default those that the environment names.
         task_limit: Take at most this many (of a mix each source has its own ``limit``).
@@ -186,7 +188,8 @@ class TrainConfig(_Section):
     name: RunName
     runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
     seed: Annotated[int, Field(ge=0)] = 0
-    steps: PositiveInt
+    steps: PositiveInt | None = None
+    budget: BudgetConfig = BudgetConfig()
     tasks: TasksConfig | None = None
     task_limit: PositiveInt | None = None
     max_prompt_tokens: PositiveInt | None = None
@@ -200,6 +203,11 @@ class TrainConfig(_Section):
     eval: TrainEvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     custom: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        check_limits(self.steps, self.budget)
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -233,4 +241,9 @@ class TrainConfig(_Section):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, at most: what the learning-rate schedule counts."""
-        return self.steps * self.algorithm.epochs * self.algorithm.minibatches
+        return (self.steps or UNKNOWN_STEPS) * self.updates_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a train step, at most."""
+        return self.algorithm.epochs * self.algorithm.minibatches

@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.inference.core import Renderer
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
-from turnwise.tasks import SourceReport, TaskOrder, open_order
+from turnwise.tasks import SourceReport, Task, TaskOrder, open_order
 from turnwise.trainer.checkpoint import TrainerState
 from turnwise.trainer.config import TrainConfig
 
@@ -37,6 +37,10 @@ class TaskStream:
     def position(self) -> int:
         """How many tasks of the current epoch were taken; of several sources, how many in all."""
         return self._order.position
+
+    def ahead(self) -> list[Task]:
+        """Return the tasks that are in memory now: all of them, unless a source is streamed."""
+        return list(self._order.ahead())
 
     def take(self, groups: int, group_size: int, *, greedy_baseline: bool = False) -> list[RolloutRequest]:
         """Return the requests of one train step and move on.

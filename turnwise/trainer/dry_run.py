@@ -28,6 +28,7 @@ from turnwise.tasks import SourceReport, Task, load_mix, open_order
 from turnwise.tools.core import Tool
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.media import check_media
+from turnwise.trainer.budget import Budget
 from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
@@ -280,10 +281,13 @@ def _plan(config: TrainConfig) -> Iterator[str]:
     greedy = algorithm.greedy_baseline
     episodes = config.batch.groups * (rollout.group_size + greedy)
     size = f"{rollout.group_size}{' + 1 greedy' * greedy}"
-    yield (
-        f"{config.steps} steps of {config.batch.groups} tasks x {size} episodes = {episodes} episodes, "
-        f"{config.steps * episodes:,} in all"
-    )
+    each = f"{config.batch.groups} tasks x {size} episodes = {episodes} episodes"
+    if config.steps is None:
+        yield f"steps of {each}"
+    else:
+        yield f"{config.steps} steps of {each}, {config.steps * episodes:,} in all"
+    if config.budget.limits:
+        yield f"it ends with the step after {Budget.of(config.steps, config.budget, {}).describe()}, whichever is first"
     turn = "" if rollout.max_tokens_per_turn is None else f" of at most {rollout.max_tokens_per_turn} tokens"
     yield f"episodes: {rollout.env.name}, up to {rollout.max_turns} turns{turn}, temperature {rollout.temperature:g}"
     yield (

@@ -65,9 +65,12 @@ class Learner(ABC):
     Attributes:
         steps: Optimizer steps taken so far, skipped ones included.
         skipped: How many of them updated nothing, by reason.
+        total_steps: Optimizer steps of the whole run, for the schedule. A loop corrects it between steps where the run
+            ends by something else than a number of steps.
     """
 
     steps: int
+    total_steps: int
     skipped: Counter[str]
 
     @classmethod

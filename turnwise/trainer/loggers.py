@@ -66,22 +66,24 @@ class LiveDisplay:
 
     Args:
         title: What runs.
-        total: How many steps.
+        total: How many steps; None where the run ends by something else.
         columns: Heading and metric of each column; a metric that a step lacks is left blank.
         curve: Metric whose course is drawn beside the bar.
         console: Where to; by default standard error, so that results on standard output stay alone.
         done: Steps that were done before this process (a resumed run); they do not count for the time left.
+        begun: Which share of the whole those were, where it is not their share of ``total``.
     """
 
     def __init__(
         self,
         title: str,
-        total: int,
+        total: int | None,
         columns: Mapping[str, str],
         *,
         curve: str | None = None,
         console: Console | None = None,
         done: int = 0,
+        begun: float | None = None,
     ) -> None:
         self._title = title
         self._columns = dict(columns)
@@ -89,7 +91,8 @@ class LiveDisplay:
         self._console = console or Console(stderr=True)
         self._rows: deque[list[str]] = deque(maxlen=_SHOWN_STEPS)
         self._values: list[float] = []
-        self._first, self._total = done, total
+        self._total = total
+        self._begun = self._share(done) if begun is None else begun
         self._started = time.monotonic()
         self._status = ""
         self._progress = Progress(
@@ -124,24 +127,39 @@ class LiveDisplay:
         if self._live is not None:
             self._live.update(self._render())
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that ``step`` steps are done, with the metrics of the last one."""
+    def say(self, text: str) -> None:
+        """Print a line that stays, above what is redrawn."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, step: int, metrics: Mapping[str, float], *, share: float | None = None) -> None:
+        """Show that ``step`` steps are done, with the metrics of the last one.
+
+        Args:
+            step: Steps that are done.
+            metrics: Of the last one.
+            share: Which share of the whole that is; by default that of ``total``.
+        """
+        share = self._share(step) if share is None else share
         cells = [str(step), *(_number(metrics.get(name)) for name in self._columns.values())]
         self._rows.append(cells)
         if self._curve is not None and self._curve in metrics:
             self._values.append(metrics[self._curve])
-        self._progress.update(self._task, completed=step, left=self._time_left(step))
+        total = self._total if self._total is not None else round(step / share) if share else None
+        self._progress.update(self._task, completed=step, total=total, left=self._time_left(share))
         if self._live is not None:
             self._live.update(self._render())
         else:
             named = "  ".join(f"{head} {cell}" for head, cell in zip(self._columns, cells[1:], strict=True) if cell)
-            line = f"{self._title} {step}/{self._total}  {named}  {self._time_left(step)}"
-            self._console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
+            of = f"/{self._total}" if self._total is not None else f" ({min(share, 1):.0%})"
+            self.say(f"{self._title} {step}{of}  {named}  {self._time_left(share)}".rstrip())
 
-    def _time_left(self, step: int) -> str:
-        if step <= self._first:
+    def _share(self, step: int) -> float:
+        return step / self._total if self._total else 0.0
+
+    def _time_left(self, share: float) -> str:
+        if share <= self._begun:
             return ""
-        left = (time.monotonic() - self._started) / (step - self._first) * (self._total - step)
+        left = (time.monotonic() - self._started) / (share - self._begun) * max(0.0, 1 - share)
         return f"{int(left // 60)}:{int(left % 60):02d} left"
 
     def _render(self) -> Table:

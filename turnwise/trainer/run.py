@@ -34,6 +34,7 @@ from turnwise.rollout.managers import Rollouts, check_manager, create_manager
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task
+from turnwise.trainer.budget import Budget
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, restore_rng
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
@@ -79,6 +80,7 @@ class TrainRun:
         metrics: The log.
         display: What a person sees.
         state: Where the run stands.
+        budget: What the run may spend, and what it has spent.
         first_eval: Figures of the first evaluation.
         last_eval: Figures of the last one.
         last_error: What ended the last episode that ended in an error.
@@ -102,19 +104,31 @@ class TrainRun:
     metrics: JSONLLogger
     display: LiveDisplay
     state: TrainerState
+    budget: Budget
     first_eval: dict[str, Any] | None = None
     last_eval: dict[str, Any] | None = None
     last_error: str | None = None
     saved_step: int = 0
     torn: bool = False
     shown: dict[str, float] = field(default_factory=dict)
+    counted_until: float = field(default_factory=time.monotonic)
+
+    @property
+    def ended(self) -> str | None:
+        """Why the run ends after the step that it stands at: the limit that is spent, or None where it goes on."""
+        now = time.monotonic()
+        self.budget.spend(wall_time=now - self.counted_until)
+        self.counted_until = now
+        return self.budget.ended
 
     @contextlib.contextmanager
     def updating(self, step: int) -> Iterator[None]:
         """Wrap the update of a step: after it the run stands at that step, and what failed inside is not saved."""
         self.torn = True
+        self.learner.total_steps = self.budget.expected_steps() * self.config.updates_per_step
         yield
         self.state.step = step
+        self.budget.spend(steps=1)
         self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
         self.state.tasks = self.tasks.state()
         self.torn = False
@@ -143,7 +157,7 @@ class TrainRun:
         """Log the metrics of the step that the run stands at."""
         self.state.metrics = checked(metrics)
         self.metrics.log({"kind": "train", "step": self.state.step, **self.state.metrics})
-        self.display.step(self.state.step, {**self.state.metrics, **self.shown})
+        self.display.step(self.state.step, {**self.state.metrics, **self.shown}, share=self.budget.nearest[1])
         self.shown = {}
 
     async def evaluate(self, label: str) -> EvalResult | None:
@@ -164,6 +178,7 @@ class TrainRun:
     def save(self) -> None:
         """Write a checkpoint of the step that the run stands at."""
         self.state.rng = capture_rng()
+        self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
         self.store.save(
             self.state,
             lambda directory: self.learner.save(directory, extra=lambda model: save_format(self.renderer, model)),
@@ -220,10 +235,12 @@ class _Start:
     eval_tasks: list[Task]
     learner: Learner
     frozen: dict[str, Renderer]
+    began: float
 
 
 async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> _Start:
     """Read everything that can be wrong; change nothing."""
+    began = time.monotonic()
     check_manager(config.rollout, config.custom)
     load_credit(config.algorithm.credit)
     digest = config_digest(config)
@@ -250,7 +267,7 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
         learner.load(latest)
         restore_rng(state.rng)
         console.print(f"resuming {home.path} at step {state.step}", highlight=False)
-    return _Start(store, state, renderer, tasks, eval_tasks, learner, frozen)
+    return _Start(store, state, renderer, tasks, eval_tasks, learner, frozen, began)
 
 
 async def _assemble(
@@ -287,9 +304,8 @@ async def _assemble(
     )
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)
-    display = stack.enter_context(
-        LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=state.step)
-    )
+    budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
+    display = stack.enter_context(_display(config, budget, state.step, console))
     run = TrainRun(
         config=config,
         directory=directory,
@@ -306,9 +322,16 @@ async def _assemble(
         metrics=metrics,
         display=display,
         state=state,
+        budget=budget,
+        counted_until=start.began,
         saved_step=state.step,
     )
     return run
+
+
+def _display(config: TrainConfig, budget: Budget, done: int, console: Console) -> LiveDisplay:
+    share = budget.nearest[1]
+    return LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, begun=share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from turnwise.trainer.config import TrainConfig
 CHECKPOINTS = "checkpoints"
 
 # What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
-_FREE_SECTIONS = ("runs", "name", "steps", "eval", "checkpoint", "inference", "custom")
+_FREE_SECTIONS = ("runs", "name", "steps", "budget", "eval", "checkpoint", "inference", "custom")
 
 
 def config_digest(config: TrainConfig) -> str:

@@ -1,7 +1,7 @@
 """``turnwise train``: a run from its configuration to its summary.
 
-Owns: :func:`run_train`: which loop runs, what an interrupt does, and ``summary.json``. Refuses: the parts of a run
-(``run.py``) and the order of a step (``loops/``).
+Owns: :func:`run_train` and :func:`train`: which loop runs, what an interrupt does, and ``summary.json``. Refuses: the
+parts of a run (``run.py``) and the order of a step (``loops/``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 from rich.console import Console
@@ -23,8 +23,11 @@ from turnwise.evaluation.result import result_table
 from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.loops.sync import train_sync
-from turnwise.trainer.run import open_run
+from turnwise.trainer.run import TrainRun, open_run
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory
+
+Loop: TypeAlias = Callable[[TrainRun], Awaitable[None]]
+"""Trains an opened run, until it should end."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,9 @@ class TrainSummary:
         after: Figures of the last one.
         wall_s: Seconds, all parts of the run together.
         cpu_s: CPU seconds of all its processes.
+        ended_by: The limit that ended it (``steps``, ``trained_tokens``, ``sampled_tokens``, ``wall_time``), or
+            ``algorithm`` where an algorithm of the user's returned before.
+        spent: What was spent of each limit, and of those that were not set.
     """
 
     directory: Path
@@ -46,6 +52,8 @@ class TrainSummary:
     after: dict[str, Any] | None
     wall_s: float
     cpu_s: float
+    ended_by: str
+    spent: dict[str, float]
 
     def write(self) -> None:
         """Write ``summary.json``."""
@@ -55,11 +63,15 @@ class TrainSummary:
             "after": self.after,
             "wall_s": self.wall_s,
             "cpu_s": self.cpu_s,
+            "ended_by": self.ended_by,
+            "spent": self.spent,
         }
         (self.directory / "summary.json").write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def run_train(config: TrainConfig, *, fresh: bool = False, console: Console | None = None) -> TrainSummary:
+def run_train(
+    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, loop: Loop = train_sync
+) -> TrainSummary:
     """Train, from the beginning or from the last checkpoint of the run directory.
 
     Ctrl-C (or SIGTERM) ends the run in order: a checkpoint of the last finished step is written, and no process is
@@ -69,6 +81,7 @@ def run_train(config: TrainConfig, *, fresh: bool = False, console: Console | No
         config: What to do.
         fresh: Remove an earlier run of this name first, once it is known that this one can start.
         console: Where the display goes; by default standard error.
+        loop: What trains.
 
     Raises:
         TurnwiseError: What is wrong with the configuration, the data, the model or the run directory, before any
@@ -77,7 +90,7 @@ def run_train(config: TrainConfig, *, fresh: bool = False, console: Console | No
     """
     console = console or Console(stderr=True)
     try:
-        return asyncio.run(_run(config, fresh, console))
+        return asyncio.run(train(config, fresh=fresh, console=console, loop=loop))
     except (KeyboardInterrupt, asyncio.CancelledError):
         # Of SIGTERM asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
         steps = CheckpointStore(config.runs / config.name / CHECKPOINTS).steps()
@@ -86,19 +99,35 @@ def run_train(config: TrainConfig, *, fresh: bool = False, console: Console | No
         raise KeyboardInterrupt from None
 
 
-async def _run(config: TrainConfig, fresh: bool, console: Console) -> TrainSummary:
+async def train(
+    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, loop: Loop = train_sync
+) -> TrainSummary:
+    """Train as :func:`run_train` does, in the event loop that runs; a task that is cancelled ends the run in order."""
+    console = console or Console(stderr=True)
     directory = config.runs / config.name
     with _sigterm_cancels():
         async with open_run(config, directory, console, fresh=fresh) as run:
             if run.state.step == 0:
                 await run.evaluate("step-0")
-            await train_sync(run)
+            await loop(run)
+            ended = run.ended
             result = await run.evaluate(f"step-{run.state.step}-final")
-    spent = RunDirectory(directory).read()
-    summary = TrainSummary(directory, run.state.step, run.first_eval, run.last_eval, spent["wall_s"], spent["cpu_s"])
+    used = RunDirectory(directory).read()
+    summary = TrainSummary(
+        directory,
+        run.state.step,
+        run.first_eval,
+        run.last_eval,
+        used["wall_s"],
+        used["cpu_s"],
+        ended or "algorithm",
+        dict(run.budget.spent),
+    )
     summary.write()
     if result is not None:
         console.print(result_table(result, f"{config.name} after {run.state.step} steps"))
+    if run.budget.limits.keys() - {"steps"}:
+        console.print(f"{config.name}: {run.budget.why(ended)}", highlight=False)
     return summary
 
 

@@ -116,7 +116,7 @@ def test_an_episode_step_by_step_and_its_conversation():
         assert (reward, terminated, truncated) == (0.0, False, False)
         [team] = observation
         assert team["role"] == "tool"
-        assert info["metrics"] == {"tool_calls": 1.0, "tool_errors": 0.0}
+        assert info["metrics"] == {"tool_calls": 1.0, "tool_errors": 0.0, "tool_calls/team_of": 1.0}
         call = ToolCall("c", "manager_of", {"team": team["content"]})
         observation, *_ = env.step({"role": "assistant", "content": "", "tool_calls": [call]})
         observation, reward, terminated, truncated, _ = env.step(observation[0]["content"])

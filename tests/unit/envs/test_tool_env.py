@@ -114,6 +114,11 @@ class TestStep:
         assert metrics == {
             "tool_calls": 5.0,
             "tool_errors": 3.0,
+            "tool_calls/up": 3.0,
+            "tool_calls/plain": 1.0,
+            "tool_calls/(unknown)": 1.0,
+            "tool_failures/up": 2.0,
+            "tool_failures/(unknown)": 1.0,
             "tool_errors/tool_error": 1.0,
             "tool_errors/unknown_tool": 1.0,
             "tool_errors/invalid_json": 1.0,

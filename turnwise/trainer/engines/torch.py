@@ -60,7 +60,7 @@ class TorchLearner(Learner):
         self._optimizers = OptimizerSet(policy.model, config.optim)
         self._schedule: ScheduleConfig = config.schedule
         self._max_grad_norm = config.optim.max_grad_norm
-        self._total_steps = total_steps
+        self.total_steps = total_steps
         self._bad_steps = 0
 
     @classmethod
@@ -129,7 +129,7 @@ class TorchLearner(Learner):
         Raises:
             TrainError: Too many updates in a row had no finite gradient.
         """
-        factor = schedule_factor(self.steps, self._total_steps, self._schedule)
+        factor = schedule_factor(self.steps, self.total_steps, self._schedule)
         rates = self._optimizers.learning_rates(factor)
         self.steps += 1
         parameters = [p for p in self.policy.model.parameters() if p.grad is not None]

@@ -1,17 +1,43 @@
-"""The synchronous loop: roll out a batch, train on it, sync the weights, again. Strictly on-policy."""
+"""The synchronous loop: roll out a batch, train on it, sync the weights, again. Strictly on-policy.
+
+Owns: :func:`train_sync` and the parts of its step, :func:`roll_out`, :func:`train_on` and :func:`finish_step`, which an
+algorithm of the user's calls in an order of its own (``training.py``).
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
+from turnwise.rollout.core import RolloutRequest
 from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.run import TrainRun
 from turnwise.trainer.update import update_policy
+from turnwise.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Groups that were rolled out for a train step.
+
+    Attributes:
+        groups: The groups.
+        metrics: What was measured while they were waited for.
+        started: When their rollout began, by ``time.monotonic``.
+        sampled: When it ended.
+    """
+
+    groups: Sequence[TrajectoryGroup]
+    metrics: dict[str, float]
+    started: float
+    sampled: float
 
 
 async def train_sync(run: TrainRun) -> None:
-    """Train until ``steps`` steps are done.
+    """Train until the budget is spent: its steps, tokens or time, whichever is first.
 
     Tasks -> groups of trajectories -> advantages and rows -> packed micro-batches -> loss -> new weights -> server.
 
@@ -19,45 +45,73 @@ async def train_sync(run: TrainRun) -> None:
         TrainError: Every episode of a step failed.
         InferenceError: The inference server died twice.
     """
-    config, learner = run.config, run.learner
-    while run.state.step < config.steps:
-        started = time.monotonic()
-        step = run.state.step + 1
-        run.display.status(f"step {step}: rolling out")
-        size, greedy = config.rollout.group_size, config.algorithm.greedy_baseline
-        run.manager.generate_sequences(run.tasks.take(config.batch.groups, size, greedy_baseline=greedy))
-        ref, metrics = await run.buffer.sample(step, "train", config.batch.groups)
-        # Only a function of the user's may want to read what was said.
-        fields = ("tokens", "rewards", "metrics", *(("messages",) if config.algorithm.credit.custom else ()))
-        groups = await run.buffer.fetch(ref, fields)
-        sampled = time.monotonic()
+    config = run.config
+    size, greedy = config.rollout.group_size, config.algorithm.greedy_baseline
+    while not run.ended:
+        batch = await roll_out(run, run.tasks.take(config.batch.groups, size, greedy_baseline=greedy))
+        await train_on(run, batch)
+        await finish_step(run)
 
-        run.display.status(f"step {step}: updating")
-        collected = collect(groups, max_tokens_per_row=config.batch.max_tokens_per_row)
-        if not collected.metrics["batch/trajectories"]:
-            raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
-        experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature)
-        with run.updating(step):
-            for epoch in range(config.algorithm.epochs):
-                run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
-            metrics |= update_policy(learner, experience.rows, config.algorithm, config.batch, seed=step)
-        updated = time.monotonic()
 
-        await run.sync_weights()
-        await run.buffer.release(ref)
-        synced = time.monotonic()
-        metrics |= experience.metrics | run.tasks.metrics()
-        metrics |= {
-            "time/rollout_s": sampled - started,
-            "time/update_s": updated - sampled,
-            "time/sync_s": synced - updated,
-            "time/step_s": synced - started,
-            "time/sampled_tokens_per_s": metrics["rollout/sampled_tokens"]
-            * metrics["batch/trajectories"]
-            / (sampled - started),
-        }
-        run.log(metrics)
-        if config.eval and config.eval.every and step % config.eval.every == 0 and step < config.steps:
-            await run.evaluate(f"step-{step}")
-        if step % config.checkpoint.every == 0 or step == config.steps:
-            run.save()
+async def roll_out(run: TrainRun, requests: Sequence[RolloutRequest]) -> Batch:
+    """Have groups rolled out and wait for them.
+
+    Raises:
+        InferenceError: The inference server died twice.
+    """
+    started = time.monotonic()
+    step = run.state.step + 1
+    run.display.status(f"step {step}: rolling out")
+    run.manager.generate_sequences(requests)
+    ref, metrics = await run.buffer.sample(step, "train", len(requests))
+    # Only a function of the user's may want to read what was said.
+    fields = ("tokens", "rewards", "metrics", *(("messages",) if run.config.algorithm.credit.custom else ()))
+    groups = await run.buffer.fetch(ref, fields)
+    await run.buffer.release(ref)
+    mine = [each for group in groups for each in group.trajectories if each.policy == TRAINED]
+    run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))
+    return Batch(groups, metrics, started, time.monotonic())
+
+
+async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
+    """Take one train step: advantages and rows, updates, the new weights on the servers, and its metrics in the log.
+
+    Raises:
+        TrainError: Every episode failed.
+        InferenceError: The inference server died twice.
+    """
+    config, step = run.config, run.state.step + 1
+    run.display.status(f"step {step}: updating")
+    collected = collect(batch.groups, max_tokens_per_row=config.batch.max_tokens_per_row)
+    if not collected.metrics["batch/trajectories"]:
+        raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
+    experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature)
+    with run.updating(step):
+        for epoch in range(config.algorithm.epochs):
+            run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
+        updates = update_policy(run.learner, experience.rows, config.algorithm, config.batch, seed=step)
+    run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
+    updated = time.monotonic()
+
+    await run.sync_weights()
+    synced = time.monotonic()
+    metrics = batch.metrics | updates | experience.metrics | run.tasks.metrics()
+    seconds = batch.sampled - batch.started
+    metrics |= {
+        "time/rollout_s": seconds,
+        "time/update_s": updated - batch.sampled,
+        "time/sync_s": synced - updated,
+        "time/step_s": synced - batch.started,
+        "time/sampled_tokens_per_s": metrics["rollout/sampled_tokens"] * metrics["batch/trajectories"] / seconds,
+    }
+    run.log(metrics)
+    return metrics
+
+
+async def finish_step(run: TrainRun) -> None:
+    """Evaluate and write a checkpoint where the configuration says so, and a checkpoint after the last step."""
+    config, step, ended = run.config, run.state.step, run.ended
+    if config.eval and config.eval.every and step % config.eval.every == 0 and not ended:
+        await run.evaluate(f"step-{step}")
+    if step % config.checkpoint.every == 0 or ended:
+        run.save()

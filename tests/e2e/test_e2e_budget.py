@@ -1,0 +1,48 @@
+"""Runs that end by something else than a number of steps, and go on where they stood."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support.lookup_run import lines, silent, train_config
+from turnwise.trainer.run import open_run
+from turnwise.trainer.train import run_train
+
+
+def rates(run: Path) -> list[float]:
+    return [record["lr/adamw"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
+
+
+def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(lookup_model: Path, tmp_path: Path) -> None:
+    free: dict[str, Any] = {"steps": None, "policies": {"main": {"schedule": {"kind": "linear"}}}}
+    config = train_config(lookup_model, tmp_path, **free, budget={"sampled_tokens": 1}, rollout={"concurrency": 1})
+    summary = run_train(config, console=silent())
+    assert (summary.steps, summary.ended_by) == (1, "sampled_tokens")
+    run = tmp_path / "run"
+    state = json.loads((run / "checkpoints" / "step_000001" / "trainer_state.json").read_text())
+    first = lines(run / "trajectories.jsonl")
+    sampled = sum(len(each["ids"]) for record in first for each in record["segments"] if each["kind"] == "sampled")
+    assert state["spent"]["sampled_tokens"] == summary.spent["sampled_tokens"] == sampled
+    assert state["spent"]["wall_time"] > 0
+    assert json.loads((run / "summary.json").read_text())["ended_by"] == "sampled_tokens"
+
+    # Half of the new budget is spent: the second step ends it, and its learning rate is half of the first's.
+    more = config.model_copy(update={"budget": config.budget.model_copy(update={"sampled_tokens": 2 * sampled})})
+    summary = run_train(more, console=silent())
+    assert summary.ended_by == "sampled_tokens"
+    assert summary.steps >= 2
+    assert summary.spent["sampled_tokens"] >= 2 * sampled
+    begun, after, *_ = rates(run)
+    assert begun == 1e-3
+    assert after == begun / 2
+
+
+async def test_wall_time_counts_what_earlier_processes_took(lookup_model: Path, tmp_path: Path) -> None:
+    config = train_config(lookup_model, tmp_path, steps=3, budget={"wall_time": "1h"})
+    async with open_run(config, tmp_path / "run", silent()) as run:
+        assert run.ended is None
+        # As if the process before had worked for an hour.
+        run.budget.spend(wall_time=3600.0)
+        assert run.ended == "wall_time"

@@ -1,0 +1,107 @@
+"""What a run may spend: how it is written, when it ends, and what a schedule is told of its length."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from turnwise.config import load_config
+from turnwise.errors import ConfigError
+from turnwise.trainer.budget import UNKNOWN_STEPS, Budget, BudgetConfig, read_count, read_duration, show_duration
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.loggers import LiveDisplay
+
+LEAST = {"policies": {"main": {"model": {"path": "m"}}}, "rollout": {"env": {"name": "lookup"}}, "name": "r"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    # 2 h 30 m = 2 * 3600 + 30 * 60; 1.5 d = 36 h
+    [("2h30m", 9000.0), ("90s", 90.0), ("1.5d", 129_600.0), ("1h 1m 1s", 3661.0), ("45", 45.0), (60, 60)],
+)
+def test_durations_are_read(text, seconds) -> None:
+    assert read_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("500k", 500_000), ("1.5M", 1_500_000), ("2B", 2 * 10**9), ("1_000", 1000), (7, 7)]
+)
+def test_counts_are_read(text, count) -> None:
+    assert read_count(text) == count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(9000, "2h30m"), (59.6, "1m"), (0.2, "0s"), (90_061, "1d1h"), (3600, "1h")]
+)
+def test_durations_are_shown(seconds, text) -> None:
+    assert show_duration(seconds) == text
+
+
+def test_a_configuration_says_them() -> None:
+    given = ["budget.wall_time=2h30m", "budget.trained_tokens=2M", "budget.sampled_tokens=1e6"]
+    config = load_config(TrainConfig, None, given, LEAST)
+    assert config.steps is None
+    assert config.budget.limits == {"trained_tokens": 2e6, "sampled_tokens": 1e6, "wall_time": 9000.0}
+    assert config.optimizer_steps == UNKNOWN_STEPS
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("task_limit=5", r"steps is missing, and so is every budget: give steps, or budget\.trained_tokens"),
+        ("budget.wall_time=soon", r"budget\.wall_time.*'soon'.*2h30m"),
+        ("budget.trained_tokens=2 million", r"budget\.trained_tokens.*500k, 2M"),
+        ("budget.trained_tokens=0", r"budget\.trained_tokens"),
+        ("budget.token=5", r"budget\.token.*unknown key"),
+    ],
+)
+def test_what_is_no_budget_is_named(override, said) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(TrainConfig, None, [override], LEAST)
+    assert re.search(said, " ".join(str(raised.value).split()))
+
+
+def test_the_first_limit_that_is_spent_ends_a_run() -> None:
+    budget = Budget.of(10, BudgetConfig(trained_tokens=1000), {})
+    assert budget.nearest == ("steps", 0.0)
+    budget.spend(steps=1, trained_tokens=400.0, sampled_tokens=900.0)
+    # 400 of 1000 tokens are more than 1 of 10 steps; the sampled tokens have no limit.
+    assert (budget.nearest, budget.ended) == (("trained_tokens", 0.4), None)
+    budget.spend(steps=1, trained_tokens=700.0)
+    assert budget.ended == "trained_tokens"
+    assert budget.why(budget.ended) == "1,000 trained tokens are spent"
+    again = Budget.of(2, BudgetConfig(), budget.spent)
+    assert again.ended == "steps"
+
+
+def test_the_length_of_a_run_is_extrapolated_from_the_nearest_limit() -> None:
+    # Only steps: their number, whatever was done.
+    plain = Budget.of(40, BudgetConfig(), {"steps": 3.0})
+    assert plain.expected_steps() == 40
+    # Nothing done yet, and nobody says a number.
+    budget = Budget.of(None, BudgetConfig(trained_tokens=1000), {})
+    assert budget.expected_steps() == UNKNOWN_STEPS
+    # 4 steps took a quarter: 16 in all; with at most 10 steps those are the limit.
+    budget.spend(steps=4, trained_tokens=250.0)
+    assert budget.expected_steps() == 16
+    assert Budget.of(10, BudgetConfig(trained_tokens=1000), budget.spent).expected_steps() == 10
+    # 3 steps took 30 %: exactly 10, and not 11 by rounding up what a float is off by.
+    assert (
+        Budget.of(None, BudgetConfig(trained_tokens=10), {"steps": 3.0, "trained_tokens": 3.0}).expected_steps() == 10
+    )
+    # Almost spent: one more step is to come.
+    assert Budget.of(None, BudgetConfig(trained_tokens=10), {"steps": 2.0, "trained_tokens": 9.9}).expected_steps() == 3
+
+
+def test_the_display_of_a_run_without_a_number_of_steps() -> None:
+    out = io.StringIO()
+    with LiveDisplay("x", None, {"reward": "r"}, console=Console(file=out, width=99), begun=0.25) as display:
+        display.step(4, {"r": 0.5}, share=0.5)
+        display.step(5, {}, share=1.2)
+    first, second = out.getvalue().splitlines()
+    assert re.fullmatch(r"x 4 \(50%\)  reward 0.500  \d+:\d\d left", first)
+    assert second.startswith("x 5 (100%)")
+    assert second.endswith("0:00 left")
