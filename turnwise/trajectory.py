@@ -50,6 +50,8 @@ class Trajectory:
         error: ``ErrorType: message`` where an error ended it.
         metrics: Counts and times of this trajectory.
         turn_metrics: Those of them that one turn brought, by turn id: its calls, and what its tools measured.
+        states: What the environment called the state after a turn, by turn id; under the empty text the one that it
+            began in.
         partition: ``train`` or ``val``.
         attempt: 0 for the first attempt at this episode, counted up by retries.
         seed: Seed with which the environment was reset.
@@ -72,6 +74,7 @@ class Trajectory:
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
     partition: str = "train"
     attempt: int = 0
     seed: int = 0

@@ -17,6 +17,7 @@ from turnwise.agents.rewards import Reward as Reward
 from turnwise.agents.rewards import finite
 from turnwise.agents.roles import TRAINED, check_name
 from turnwise.agents.room import fit_messages, room_for_answers
+from turnwise.agents.states import first_state, note_state
 from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
 from turnwise.envs.tool_env import ToolEnv
@@ -63,6 +64,7 @@ class Episode:
         deadline: Event loop time at which the runner ends the episode, or None.
         rewards: Reward events so far.
         metrics: Counts and times so far; ``turn_metrics`` by session and turn id.
+        states: What the environment called the state after a turn, by session and turn id; after reset the id is None.
         rewarded: Whether the agent says itself what the episode is worth (:meth:`reward`): the environment is not
             asked to score it.
         list_turns: Tells the turns of a session by their ids; the recorder may be elsewhere.
@@ -112,6 +114,7 @@ class Episode:
         self.list_turns = list_turns or recorded_turns
         self._sessions: dict[str, Session] = {}
         self._policies: dict[str, str] = {}
+        self.states = first_state(info)
         self._failure: EnvError | None = None
 
     @property
@@ -194,6 +197,7 @@ class Episode:
             for name, value in parts.items():
                 self.note(name, value, turn if other == agent else self._last_turn(other), agent=other)
         self.count(info.get("metrics") or {}, turn, agent=agent)
+        note_state(self.states, info, agent, turn, self._last_turn)
         self._check_threads()
         if result.terminated or result.truncated:
             self.ended = True

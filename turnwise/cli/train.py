@@ -49,6 +49,8 @@ def command(
     if config is not None and "=" in config:
         # Without a file, what looks like an override is one.
         given, config = [config, *given], None
+    files = [] if config is None else [config, *(each for each in given if _is_file(each))]
+    given = [each for each in given if each not in files]
     options: dict[str, Any] = {
         "rollout.env.name": env,
         "policies.main.model.path": model,
@@ -60,13 +62,18 @@ def command(
     # JSON is YAML, and keeps a text a text whatever it says.
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
     defaults = None if config is not None or env is None else {"name": env_name(env), "steps": STEPS}
-    checked = load_config(TrainConfig, config, [*said, *given], defaults)
+    checked = load_config(TrainConfig, files, [*said, *given], defaults)
     if dry:
         _dry_run(checked, fresh)
         return
     from turnwise.trainer.train import run_train
 
     run_train(checked, fresh=fresh)
+
+
+def _is_file(argument: str) -> bool:
+    """Whether an argument is a further file, whose keys win over those of the files before it."""
+    return "=" not in argument and argument.endswith((".yaml", ".yml"))
 
 
 def _say_what_is_missing(env: str | None, model: Path | None) -> None:

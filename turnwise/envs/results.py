@@ -34,7 +34,9 @@ class StepResult(NamedTuple):
             ``dict[str, float]``) and ``stop_reason`` (a StopReason, where truncated for another reason than
             ``env_truncated``). Where several agents share the environment, ``reward`` and ``rewards`` are those of the
             agent whose message it was; ``agent_rewards`` are further ones by agent (a number, or named parts), and
-            ``turn`` names who acts next. Further keys are yours.
+            ``turn`` names who acts next. ``state`` (a text or a whole number; ``reset`` may say it, too) names the
+            state that the next move is made in, for credit that compares turns from equal states.
+            Further keys are yours.
     """
 
     observation: Observation

@@ -56,6 +56,7 @@ def session_trajectories(
                 rewards=_events(rewards, name),
                 metrics=counted,
                 turn_metrics=turn_metrics(session, name, episode),
+                states=_states(episode, name),
             )
         )
     return result
@@ -63,3 +64,8 @@ def session_trajectories(
 
 def _events(rewards: Sequence[Reward], agent: str) -> list[tuple[str | None, str, float]]:
     return [(each.turn_id, each.name, each.value) for each in rewards if each.agent == agent]
+
+
+def _states(episode: Episode | None, agent: str) -> dict[str, str]:
+    held = episode.states.items() if episode is not None else ()
+    return {turn or "": state for (name, turn), state in held if name == agent}

@@ -22,8 +22,19 @@ from turnwise.trainer.registry import Chosen, bind
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 
-CREDITS: Final = ("same", "last", "discounted", "turns")
+CREDITS: Final = ("same", "last", "discounted", "turns", "tokens", "gigpo")
 """The ways of assigning credit that have a name."""
+DISCOUNTING: Final = CREDITS[2:]
+"""Those that read ``gamma``."""
+AnchorState: TypeAlias = Literal["named", "seen", "shown"]
+"""What says that two turns began in the same state."""
+COMPARISONS: Final[dict[str, tuple[bool, bool | None]]] = {
+    "grpo": (True, None),
+    "dr_grpo": (True, False),
+    "reinforce_plus_plus": (False, True),
+}
+"""Estimators whose comparison is also one of turns: whether within the group (else the batch), and whether the spread
+divides (None: ``norm_by_std`` says it)."""
 
 
 def _underscored(value: object) -> object:
@@ -37,14 +48,23 @@ class CreditConfig(BaseModel):
     Attributes:
         name: ``same``, every turn the trajectory's advantage; ``last``, the last turn alone; ``discounted``, the last
             turn all of it and each earlier one ``gamma`` times that of the next; ``turns``, each turn by the rewards
-            that were noted on it and after it; or ``pkg.module:function``, which says what each turn is worth.
-        gamma: In (0, 1]. ``discounted`` needs one; ``turns`` discounts later rewards by it, by default not at all.
+            that were noted on it and after it; ``tokens``, the same of each sampled token; ``gigpo``, the trajectory's
+            advantage and that of the turn among the group's turns from the same state; or ``pkg.module:function``,
+            which says what each turn is worth, or of a whole ``group`` what the advantages of its turns are.
+        gamma: In (0, 1]. ``discounted`` needs one; ``turns``, ``tokens`` and ``gigpo`` discount later rewards by it, by
+            default not at all.
+        omega: ``gigpo``: how much the comparison of turns counts beside that of trajectories; None is 1.
+        state: ``gigpo``: which turns began in the same state: those with one ``named`` state (``info["state"]`` of the
+            environment), with all that the model had ``seen`` equal, or with what it was ``shown`` last; None is
+            ``named`` where the environment names it, else ``seen``.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     name: ConfigReference = "same"
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+    omega: Annotated[float, Field(ge=0)] | None = None
+    state: AnchorState | None = None
 
     @model_validator(mode="after")
     def _names_one(self) -> Self:
@@ -52,14 +72,22 @@ class CreditConfig(BaseModel):
             raise ValueError(f"name is {self.name!r}; allowed: {', '.join(CREDITS)}, or pkg.module:function")
         if self.name == "discounted" and self.gamma is None:
             raise ValueError("gamma, in (0, 1]: by how much a turn counts less than the one after it")
-        if self.gamma is not None and self.name not in ("discounted", "turns"):
+        if self.gamma is not None and self.name not in DISCOUNTING:
             raise ValueError(f"no gamma: {self.name!r} does not discount")
+        for name, value in (("omega", self.omega), ("state", self.state)):
+            if value is not None and self.name != "gigpo":
+                raise ValueError(f"no {name}: {self.name!r} compares no turns from the same state, gigpo does")
         return self
 
     @property
     def custom(self) -> bool:
         """Whether a function of the user's says what turns are worth."""
         return any(mark in self.name for mark in ":./")
+
+    @property
+    def compares(self) -> bool:
+        """Whether turns or tokens are compared, not whole trajectories alone."""
+        return self.custom or self.name in ("turns", "tokens", "gigpo")
 
     @property
     def discount(self) -> float:
@@ -139,10 +167,11 @@ class AlgorithmConfig(BaseModel):
 
     @model_validator(mode="after")
     def _turns_are_compared(self) -> Self:
-        if self.advantage != "grpo" and (self.credit.custom or self.credit.name == "turns"):
+        known = [name for name in COMPARISONS if self.credit.name != "gigpo" or COMPARISONS[name][0]]
+        if self.credit.compares and self.advantage not in known:
             raise ValueError(
-                f"credit {self.credit.name!r} compares turns as grpo compares trajectories, but advantage is "
-                f"{self.advantage!r}: choose same, last or discounted"
+                f"credit {self.credit.name!r} compares turns as the estimator compares trajectories, but advantage is "
+                f"{self.advantage!r}: choose {', '.join(known)}, or credit same, last or discounted"
             )
         return self
 

@@ -15,7 +15,7 @@ import torch
 from turnwise.agents.roles import role_of
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.baselines import greedy_rewards, without_baseline
-from turnwise.trainer.credit import assign, credit_metrics, on_tokens
+from turnwise.trainer.credit import assign, credit_metrics
 from turnwise.trainer.packing import TrainRow
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
 
@@ -102,9 +102,9 @@ def build_experience(collected: Collected, config: AlgorithmConfig, *, temperatu
     collected = _comparable(collected, config)
     result = assign(collected.members, config, collected.baselines)
     rows: list[TrainRow] = []
-    for samples, value, dead in zip(collected.samples, result.values, result.dead, strict=True):
+    for number, (samples, dead) in enumerate(zip(collected.samples, result.dead, strict=True)):
         if not (dead and config.drop_zero_variance):
-            rows += [TrainRow(each, on_tokens(each, value), temperature=temperature) for each in samples]
+            rows += [TrainRow(each, result.of_row(number, each), temperature=temperature) for each in samples]
     metrics = (
         collected.metrics
         | credit_metrics(result)

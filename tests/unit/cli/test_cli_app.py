@@ -164,3 +164,13 @@ def test_a_wrong_configuration_is_told_before_anything_starts(
     assert "model: missing" in error
     assert run("train", str(tmp_path / "none.yaml")) == 1
     assert "cannot read the config file" in capsys.readouterr().err
+
+
+def test_a_later_file_of_train_says_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, other = tmp_path / "base.yaml", tmp_path / "other.yml"
+    base.write_text("name: a\nsteps: 3\nrollout: {env: {name: lookup}}\npolicies: {main: {model: {path: m}}}\n")
+    other.write_text("steps: none\nalgorithm: {credit: lasts}\n")
+    assert run("train", str(base), str(other), "batch.groups=0") == 1
+    error = capsys.readouterr().err
+    for said in ("steps (other.yml:1)", "other.yml:2", "batch.groups (override"):
+        assert said in error

@@ -409,3 +409,26 @@ async def test_concurrency_is_bounded() -> None:
     groups, _ = await produce(script, [RolloutRequest(TASK, group_size=9)], concurrency=3)
     assert most == 3
     assert len(groups[0].trajectories) == 9
+
+
+class Rooms(Env):
+    """Names the room that the next move is made in."""
+
+    def reset(self, task=None, *, seed=None):
+        return "go", {"state": "hall"}
+
+    def step(self, action):
+        left = action["content"] == "left"
+        return StepResult("on", 0.0, not left, False, {"state": 7, "metrics": {"moves": 1.0}})
+
+
+register("test-rooms", Rooms)
+
+
+async def test_states_are_kept_as_the_environment_named_them() -> None:
+    config = RolloutConfig(env=SpecConfig(name="test-rooms"), agent=SpecConfig(name="turns"))
+    renderer = ToyRenderer()
+    runner = EpisodeRunner(config, ScriptedClient(renderer, ["left", "right"]), renderer, context_length=5000)
+    [trajectory] = (await runner.run(EpisodeSpec(TASK, "g"))).trajectories
+    assert trajectory.states == {"": "hall", "t0": "7", "t1": "7"}
+    assert type(trajectory).from_bytes(trajectory.to_bytes()).states == trajectory.states

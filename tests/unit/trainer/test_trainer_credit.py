@@ -13,58 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.credited import build, told, trajectory
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.advantages import grpo
 from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig, CreditConfig
 from turnwise.trainer.credit import compared, load_credit, returns, shares, turn_rewards
-from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.metrics import meaning
 from turnwise.trainer.packing import pack
-from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
-
-TOKENS = 3
-
-
-def trajectory(
-    name: str, turns: int, rewards: list[tuple[int | None, float]], *, group: str = "g", fork: bool = False
-) -> Trajectory:
-    """Contexts and turns in one branch; with ``fork`` the last turn stands beside the one before it."""
-    segments: list[Segment] = []
-    for number in range(turns):
-        parent = len(segments) - 1
-        if fork and number == turns - 1 and number:
-            parent = segments[parent - 1].parent
-        segments.append(Segment(len(segments), parent, "context", np.arange(2, dtype=np.int32)))
-        segments.append(
-            Segment(
-                len(segments), len(segments) - 1, "sampled", np.arange(10, 10 + TOKENS, dtype=np.int32),
-                turn_id=f"{name}{number}", logprobs=-np.ones(TOKENS, np.float32), weight_versions=((0, 0, TOKENS),),
-                finish_reason="stop",
-            )
-        )  # fmt: skip
-    events = [(None if turn is None else f"{name}{turn}", "r", value) for turn, value in rewards]
-    return Trajectory(name, name, group, "task", segments=segments, rewards=events)
-
-
-def build(members: list[Trajectory], credit: object = "same", **config: object):
-    algorithm = load_config(AlgorithmConfig, defaults={"norm_by_std": False, "credit": credit, **config})
-    return build_experience(collect([TrajectoryGroup("g", "task", members)]), algorithm, temperature=1.0)
-
-
-def told(result) -> dict[str, list[float]]:
-    """The advantage of each trained turn, by trajectory; every trained token of a turn is told the same."""
-    found: dict[str, dict[int, float]] = {}
-    for row in result.rows:
-        values = np.broadcast_to(row.advantage, row.sample.input_ids.shape)
-        assert not isinstance(row.advantage, np.ndarray) or not values[row.sample.turn_ids < 0].any()
-        for turn in set(row.sample.turn_ids[row.sample.loss_mask].tolist()):
-            of_turn = set(values[row.sample.turn_ids == turn].tolist())
-            assert len(of_turn) == 1
-            found.setdefault(row.sample.trajectory_id, {})[turn] = of_turn.pop()
-    return {name: [of[turn] for turn in sorted(of)] for name, of in found.items()}
-
+from turnwise.trajectory import Trajectory
 
 PAIR = [trajectory("a", 3, [(None, 1.0)]), trajectory("b", 2, [(None, 0.0)])]
 PAID = [trajectory("a", 3, [(0, 1.0), (None, 2.0)]), trajectory("b", 2, [(1, 1.0)])]
@@ -171,7 +129,7 @@ def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path
     credit = CreditConfig(name=f"{file}:halves")
     function = load_credit(credit)
     assert function is not None
-    assert function(PAIR[0]) == [0.5] * 3
+    assert function.worth(PAIR[0]).tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize(
@@ -214,7 +172,7 @@ def test_a_function_that_raises_is_named() -> None:
 @pytest.mark.parametrize(
     ("credit", "said"),
     [
-        ("lasts", "name is 'lasts'; allowed: same, last, discounted, turns, or pkg.module:function"),
+        ("lasts", "name is 'lasts'; allowed: same, last, discounted, turns, tokens, gigpo, or pkg.module:function"),
         ("discounted", "gamma, in (0, 1]"),
         ({"name": "last", "gamma": 0.9}, "no gamma: 'last' does not discount"),
         ({"name": "discounted", "gamma": 1.5}, "allowed: at most 1.0"),
@@ -230,7 +188,7 @@ def test_a_wrong_section_says_what_is_allowed(credit: object, said: str) -> None
 def test_turns_are_compared_as_grpo_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules["turnwise.trainer.advantages"].ADVANTAGES, "mine", grpo)
     assert told(build(PAIR, "last", advantage="mine")) == told(build(PAIR, "last"))
-    with pytest.raises(ConfigError, match="compares turns as grpo"):
+    with pytest.raises(ConfigError, match="compares turns as the estimator"):
         build(PAIR, "turns", advantage="mine")
 
 
@@ -254,7 +212,17 @@ def test_metrics_are_documented_and_only_there_where_turns_are_told_apart() -> N
 
 REWARD = st.floats(-10, 10).map(lambda value: round(value, 3))
 GROUP = st.lists(st.lists(REWARD, min_size=1, max_size=5), min_size=1, max_size=5)
-CREDITS = st.sampled_from(["same", "last", {"name": "discounted", "gamma": 0.7}, "turns", f"{__name__}:by_length"])
+CREDITS = st.sampled_from(
+    [
+        "same",
+        "last",
+        {"name": "discounted", "gamma": 0.7},
+        "turns",
+        {"name": "tokens", "gamma": 0.7},
+        "gigpo",
+        f"{__name__}:by_length",
+    ]
+)
 
 
 def members_of(groups: list[list[list[float]]], forks: bool) -> list[Trajectory]:

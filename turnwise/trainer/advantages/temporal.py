@@ -87,7 +87,8 @@ def gigpo(
 
     ``A_it = A^E_i + omega A^S_it``; ``A^E`` as GRPO; ``A^S_it = (G_it - mean) / (std + eps)`` over the turns of the
     group that began in the same state, ``G_it`` their discounted returns: Feng et al. 2025, GiGPO (arXiv:2505.10978),
-    section 4. A state that was met once gives 0. Without ``norm_by_std`` both divisors are 1.
+    section 4. A state that was met once gives 0, and so does a group of one. Without ``norm_by_std`` both divisors are
+    1.
 
     Args:
         rewards: Shape [n], of the episodes.
@@ -118,7 +119,8 @@ def gigpo(
     ]
     steps = Groups.of(torch.cat([each.double() for each in step_returns]), torch.tensor(states))
     turns = torch.split(_scaled(steps, norm_by_std, eps), [len(each) for each in anchors])
-    return [(each + omega * turn).float() for each, turn in zip(whole, turns, strict=True)]
+    compared = episodes.size[episodes.member] > 1
+    return [(each + omega * turn).float() * several for each, turn, several in zip(whole, turns, compared, strict=True)]
 
 
 def _scaled(found: Groups, norm_by_std: bool, eps: float) -> Tensor:
