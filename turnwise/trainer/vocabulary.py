@@ -22,8 +22,12 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-TILE_BYTES = 1 << 26
-"""Largest size of one tile of logits in float32; the passes hold two to three of these."""
+HELD_BYTES = 1 << 26
+"""Logits up to this size, in float32, are computed once and kept for the backward pass."""
+
+# Where they are larger: on a CPU the passes over a tile have to find it in the cache, elsewhere few calls are better.
+_TILE_BYTES = {"cpu": 1 << 22}
+_TILE_BYTES_ELSEWHERE = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def score_states(
     transform: LogitTransform,
     *,
     entropy: bool,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each id under the state that predicts it, and the entropy there.
 
@@ -96,14 +100,19 @@ def score_states(
         temperatures: Shape [N], above 0, on any device; no gradient flows to them.
         transform: What stands behind the head.
         entropy: Whether entropies are returned.
-        tile_bytes: Most bytes of logits, in float32, that are held at once.
+        tile_bytes: Most bytes of logits, in float32, that a tile has; the passes hold two to three of these. By default
+            all where that is little (:data:`HELD_BYTES`), else what suits the device.
 
     Returns:
         Two tensors of shape [N], in float32 (float64 where the states are); the second one None where not asked for.
     """
     divide = None if bool((temperatures == 1).all()) else temperatures.to(states.device)[:, None]
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
-        return _call_head(head, states, ids, divide, transform, entropy, tile_bytes)
+        return _call_head(head, states, ids, divide, transform, entropy, tile_bytes or HELD_BYTES)
+    if tile_bytes is None:
+        all_bytes = 4 * states.shape[0] * head.out_features
+        tile_bytes = _TILE_BYTES.get(states.device.type, _TILE_BYTES_ELSEWHERE)
+        tile_bytes = HELD_BYTES if all_bytes <= HELD_BYTES else tile_bytes
     columns = tile_columns(states.shape[0], head.out_features, tile_bytes)
     logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, _Tiles(transform, entropy, columns))
     return logprobs, entropies if entropy else None
@@ -321,9 +330,13 @@ class _GradientSums:
         """Add what a tile contributes, given the gradient of its logits."""
         low = change.to(self._matrix.compute)
         if self._want_states:
-            product = low @ self._matrix.part(start, end)
-            product = product.to(change.dtype)
-            self._states = product if self._states is None else self._states.add_(product)
+            part = self._matrix.part(start, end)
+            if self._states is None:
+                self._states = (low @ part).to(change.dtype)
+            elif low.dtype == change.dtype:
+                self._states.addmm_(low, part)
+            else:
+                self._states.add_(low @ part)
         if self._weight is not None:
             target = self._weight[start:end]
             if target.dtype == low.dtype:
