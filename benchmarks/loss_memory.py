@@ -8,7 +8,8 @@ matrix. ``materialised`` is what a training script writes: ``F.cross_entropy(sta
 
 The figure is ours over materialised, of the peak of resident memory above what the process held before the loss
 (states, matrix, ids, the libraries). Gradients are counted on both sides. Each side is a process of its own, one
-thread, float32; with ``--quick`` both at once, so that only memory is to be quoted. Beside it stand the same peak over the bytes of the logits alone, and the CPU seconds.
+thread, float32; with ``--quick`` both run at once. Beside it stand the same peak over the bytes of the logits alone,
+and the ratio of the CPU seconds.
 
 Checked, and an error otherwise: losses and gradients of the two sides are equal.
 """
