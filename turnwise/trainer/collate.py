@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -89,60 +90,64 @@ def collate_padded(
     Raises:
         TrainError: There is no sample, an argument cannot be used, or a sample holds media.
     """
-    if not samples:
-        raise TrainError("samples is empty: there is nothing to pad")
-    if side not in ("left", "right"):
-        raise TrainError(f"side is {side!r}; it must be left or right")
-    if pad_to_multiple_of < 1:
-        raise TrainError(f"pad_to_multiple_of is {pad_to_multiple_of}; it must be at least 1")
-    for sample in samples:
-        if sample.media:
-            raise TrainError(f"a row of trajectory {sample.trajectory_id} holds media, which tensors of ids cannot")
+    _check(samples, side, pad_to_multiple_of)
     told = None if advantages is None else _advantages(samples, advantages)
     firsts = [
         int(np.argmax(sample.loss_mask)) if sample.trained_tokens else len(sample.loss_mask) for sample in samples
     ]
-    starts = [0] * len(samples)
-    ends = [len(sample.input_ids) for sample in samples]
+    starts, ends = [0] * len(samples), [len(sample.input_ids) for sample in samples]
+    whole, prompt, completion = (starts, ends, side), (starts, firsts, "left"), (firsts, ends, "right")
 
-    def laid(
-        rows: Sequence[Any], begin: Sequence[int], end: Sequence[int], where: str, fill: float, dtype: torch.dtype
-    ) -> Tensor:
-        length = max(stop - start for start, stop in zip(begin, end, strict=True))
-        width = -(-length // pad_to_multiple_of) * pad_to_multiple_of
-        out = torch.full((len(rows), width), fill, dtype=dtype)
-        for number, (row, start, stop) in enumerate(zip(rows, begin, end, strict=True)):
-            count = stop - start
-            place = slice(width - count, width) if where == "left" else slice(0, count)
-            out[number, place] = torch.from_numpy(np.ascontiguousarray(row[start:stop])).to(dtype)
-        return out
+    def laid(rows: Sequence[Any], where: tuple[list[int], list[int], str], fill: float, dtype: torch.dtype) -> Tensor:
+        parts = [row[start:stop] for row, start, stop in zip(rows, where[0], where[1], strict=True)]
+        return _padded(parts, where[2], fill, dtype, pad_to_multiple_of)
 
-    whole = (starts, ends, side)
     ids = [sample.input_ids for sample in samples]
     ones = [np.ones(len(each), np.int64) for each in ids]
     masks = [sample.loss_mask for sample in samples]
     logprobs = [sample.rollout_logprobs for sample in samples]
     integers, numbers = torch.int64, torch.float32
-    prompt, completion = (starts, firsts, "left"), (firsts, ends, "right")
     return PaddedBatch(
-        input_ids=laid(ids, *whole, pad_id, integers),
-        attention_mask=laid(ones, *whole, 0, integers),
-        position_ids=laid([np.arange(len(each)) for each in ids], *whole, 0, integers),
-        loss_mask=laid(masks, *whole, False, torch.bool),
-        labels=laid([np.where(m, i, -100) for i, m in zip(ids, masks, strict=True)], *whole, -100, integers),
-        rollout_logprobs=laid(logprobs, *whole, 0.0, numbers),
-        weight_versions=laid([sample.weight_versions for sample in samples], *whole, -1, integers),
-        turn_ids=laid([sample.turn_ids for sample in samples], *whole, -1, integers),
-        advantages=None if told is None else laid(told, *whole, 0.0, numbers),
-        prompt_ids=laid(ids, *prompt, pad_id, integers),
-        prompt_mask=laid(ones, *prompt, 0, integers),
-        completion_ids=laid(ids, *completion, pad_id, integers),
-        completion_mask=laid(ones, *completion, 0, integers),
-        completion_loss_mask=laid(masks, *completion, False, torch.bool),
-        completion_logprobs=laid(logprobs, *completion, 0.0, numbers),
+        input_ids=laid(ids, whole, pad_id, integers),
+        attention_mask=laid(ones, whole, 0, integers),
+        position_ids=laid([np.arange(len(each)) for each in ids], whole, 0, integers),
+        loss_mask=laid(masks, whole, False, torch.bool),
+        labels=laid([np.where(m, i, -100) for i, m in zip(ids, masks, strict=True)], whole, -100, integers),
+        rollout_logprobs=laid(logprobs, whole, 0.0, numbers),
+        weight_versions=laid([sample.weight_versions for sample in samples], whole, -1, integers),
+        turn_ids=laid([sample.turn_ids for sample in samples], whole, -1, integers),
+        advantages=None if told is None else laid(told, whole, 0.0, numbers),
+        prompt_ids=laid(ids, prompt, pad_id, integers),
+        prompt_mask=laid(ones, prompt, 0, integers),
+        completion_ids=laid(ids, completion, pad_id, integers),
+        completion_mask=laid(ones, completion, 0, integers),
+        completion_loss_mask=laid(masks, completion, False, torch.bool),
+        completion_logprobs=laid(logprobs, completion, 0.0, numbers),
         trajectory_ids=tuple(sample.trajectory_id for sample in samples),
         group_ids=tuple(sample.group_id for sample in samples),
     )
+
+
+def _check(samples: Sequence[TrainSample], side: str, multiple: int) -> None:
+    if not samples:
+        raise TrainError("samples is empty: there is nothing to pad")
+    if side not in ("left", "right"):
+        raise TrainError(f"side is {side!r}; it must be left or right")
+    if multiple < 1:
+        raise TrainError(f"pad_to_multiple_of is {multiple}; it must be at least 1")
+    for sample in samples:
+        if sample.media:
+            raise TrainError(f"a row of trajectory {sample.trajectory_id} holds media, which tensors of ids cannot")
+
+
+def _padded(parts: Sequence[npt.NDArray[Any]], side: str, fill: float, dtype: torch.dtype, multiple: int) -> Tensor:
+    """Return parts of rows as a rectangle, filled up on a side to the longest, rounded up to a multiple."""
+    width = -(-max(len(part) for part in parts) // multiple) * multiple
+    out = torch.full((len(parts), width), fill, dtype=dtype)
+    for number, part in enumerate(parts):
+        place = slice(width - len(part), width) if side == "left" else slice(0, len(part))
+        out[number, place] = torch.from_numpy(np.ascontiguousarray(part)).to(dtype)
+    return out
 
 
 def _advantages(samples: Sequence[TrainSample], given: Sequence[float | Sequence[float]]) -> list[Any]:

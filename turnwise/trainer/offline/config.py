@@ -159,7 +159,6 @@ class DPOConfig(OfflineConfig):
     length_normalised: bool = False
     nll_coef: NotNegative = 0.0
     reference: ConfigPath | None = None
-    optim: OptimConfig = OptimConfig(lr=1e-6)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -149,7 +149,8 @@ def pack_pairs(pairs: Sequence[Pair], max_tokens: int) -> tuple[list[MicroBatch]
     batches: list[MicroBatch] = []
     for members in bins:
         chosen = [rows[index] for index in members]
-        laid = pack(chosen, sum(len(row.sample.input_ids) for row in chosen))
+        # What was said before both sides is computed once.
+        laid = pack(chosen, sum(len(row.sample.input_ids) for row in chosen), share_prefixes=True)
         if len(laid) != 1:
             raise TrainError(f"{len(chosen)} rows of pairs were laid into {len(laid)} micro-batches")
         batches.append(replace(laid[0], rows=tuple(members[index] for index in laid[0].rows)))
