@@ -254,6 +254,11 @@ class TrainSample:
     media: tuple[Media, ...] = ()
 
     @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from the other rows of a run: trajectory and leaf."""
+        return self.trajectory_id, self.leaf
+
+    @property
     def trained_tokens(self) -> int:
         """How many ids this row trains."""
         return int(self.loss_mask.sum())

@@ -43,7 +43,13 @@ from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 
 # One episode at a time: then the engine's batches, and with them the last bits of every number, are the same in
 # every run, whatever the machine does.
-FIVE_STEPS: dict[str, Any] = {"steps": 5, "checkpoint": {"every": 2, "keep": None}, "rollout": {"concurrency": 1}}
+FIVE_STEPS: dict[str, Any] = {
+    "steps": 5,
+    "checkpoint": {"every": 2, "keep": None},
+    "rollout": {"concurrency": 1},
+    # Held to the model that the run began with, by a coefficient that every step changes.
+    "algorithm": {"kl": {"coef": 0.05, "target": 1e-4, "horizon": 20}},
+}
 PER_STEP = GROUPS * MEMBERS
 
 
@@ -123,6 +129,8 @@ async def test_a_killed_run_goes_on_bit_for_bit(
     async with open_run(config, run_dir, silent()) as run:
         # What was loaded is what was saved.
         assert run.state.step == state["step"] == 2
+        assert run.kl is not None
+        assert run.kl.control.coef == state["kl_coef"] != 0.05
         assert (run.tasks.epoch, run.tasks.position) == (state["epoch"], state["position"]) == (0, 2 * GROUPS)
         assert capture_rng() == state["rng"]
         assert equal(dict(run.learner.export_weights()), load_file(saved / "model.safetensors"))
@@ -143,7 +151,7 @@ async def test_a_killed_run_goes_on_bit_for_bit(
         mine, theirs = step_dir(run_dir, step), step_dir(straight, step)
         assert equal(load_file(mine / "model.safetensors"), load_file(theirs / "model.safetensors"))
         assert equal(optimizer_file(mine), optimizer_file(theirs))
-        for name in ("epoch", "position", "weight_version", "rng"):
+        for name in ("epoch", "position", "weight_version", "rng", "kl_coef"):
             assert state_file(mine)[name] == state_file(theirs)[name]
 
     # What the killed process recorded stays; ids do not collide; the lost step does not count.

@@ -16,6 +16,7 @@ from turnwise.errors import RegistryError
 from turnwise.trainer.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGE_DATA, WITHOUT_GROUPS, advantage_fn
 from turnwise.trainer.aggregation import LossAggregation
 from turnwise.trainer.correction import CorrectionConfig
+from turnwise.trainer.kl import KLConfig
 from turnwise.trainer.losses import LOSS_ARGUMENTS, LOSS_DATA, LOSSES, SELECT_ARGUMENTS, SELECT_DATA, find_loss
 from turnwise.trainer.registry import Chosen, bind
 
@@ -123,6 +124,7 @@ class AlgorithmConfig(BaseModel):
         minibatches: Optimizer steps per epoch.
         old_logprobs: What the ratio is taken against: ``rollout`` (what the server reported when it sampled) or
             ``recompute`` (the trainer's own forward before the first update).
+        kl: A penalty for leaving a reference model (``trainer/kl.py``); None is none.
         correction: For the gap between trainer and rollout (``trainer/correction.py``); None corrects nothing.
     """
 
@@ -145,6 +147,7 @@ class AlgorithmConfig(BaseModel):
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    kl: KLConfig | None = None
     correction: CorrectionConfig | None = None
 
     @field_validator("advantage")
@@ -193,6 +196,11 @@ class AlgorithmConfig(BaseModel):
             raise ValueError(
                 "algorithm.advantage gpg makes up for groups that teach nothing itself: set "
                 "algorithm.drop_zero_variance to false, or they count twice"
+            )
+        if self.kl is not None and self.kl.where == "reward" and self.advantage == "gdpo":
+            raise ValueError(
+                "algorithm.kl.where is reward, but gdpo compares each named reward apart, and a penalty is none of "
+                "them: set it to loss"
             )
         normed = self.aggregation == "seq_mean_token_sum_norm"
         if normed and self.loss_scale is None:
@@ -290,7 +298,8 @@ class AlgorithmConfig(BaseModel):
     @property
     def idle_at_zero(self) -> bool:
         """Whether rows whose advantages are all zero have no gradient."""
-        return find_loss(self.loss).idle_at_zero and not self.entropy_coef
+        penalised = self.kl is not None and self.kl.where == "loss"
+        return find_loss(self.loss).idle_at_zero and not self.entropy_coef and not penalised
 
     def _options(self, *, in_selection: bool) -> dict[str, Any]:
         """Return the options given, those of the selection or the others."""

@@ -43,6 +43,7 @@ class TrainerState:
         metrics: The last ones logged.
         spent: What the run has spent of its budget besides steps (``budget.py``).
         rng: State of the random generators (:func:`capture_rng`).
+        kl_coef: Weight of the KL penalty in the next step, where there is one.
     """
 
     step: int
@@ -54,6 +55,7 @@ class TrainerState:
     metrics: dict[str, float] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
+    kl_coef: float | None = None
 
 
 class CheckpointStore:

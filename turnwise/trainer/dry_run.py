@@ -33,6 +33,7 @@ from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
 from turnwise.trainer.engines.torch import pick_device
+from turnwise.trainer.reference import reference_path
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
 
 RESET_TIMEOUT = 60.0
@@ -161,7 +162,9 @@ class _Checker:
         self._context = min(known, default=None)
         self._has_model = True
         names = ", ".join(settings.get("architectures") or ["unknown architecture"])
-        return f"{path}: {names}, context {self._context or 'unknown'}"
+        kl = self._config.algorithm.kl
+        held = "" if kl is None else f", held to {reference_path(kl, self._config.policy.model)}"
+        return f"{path}: {names}, context {self._context or 'unknown'}{held}"
 
     async def devices(self) -> str:
         trainer, server = self._config.policy.model.device, self._config.inference.device

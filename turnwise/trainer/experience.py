@@ -7,15 +7,17 @@ caller may ask the model about the rows. Refuses: the weights of rows in a loss 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from turnwise.agents.roles import role_of
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.baselines import greedy_rewards, without_baseline
 from turnwise.trainer.credit import assign, credit_metrics
+from turnwise.trainer.kl import penalised
 from turnwise.trainer.packing import TrainRow
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
 
@@ -29,12 +31,15 @@ class Collected:
         samples: For each member its rows, in the order of leaves; none without a trained token.
         metrics: What went in (names in ``metrics.py``).
         baselines: By the group that members are compared within: what its greedy rollout earned, where there was one.
+        penalties: By row, what each of its trained tokens pays in the reward, shape [N] (``kl.py``); empty where
+            nothing is taken from rewards.
     """
 
     members: list[Trajectory]
     samples: list[list[TrainSample]]
     metrics: dict[str, float]
     baselines: dict[str, float] = field(default_factory=dict)
+    penalties: Mapping[tuple[str, int], Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -100,7 +105,11 @@ def build_experience(collected: Collected, config: AlgorithmConfig, *, temperatu
         TrainError: A reward, or what a turn is worth, is not finite.
     """
     collected = _comparable(collected, config)
-    result = assign(collected.members, config, collected.baselines)
+    members = collected.members
+    if collected.penalties:
+        pairs = zip(members, collected.samples, strict=True)
+        members = [penalised(each, samples, collected.penalties) for each, samples in pairs]
+    result = assign(members, config, collected.baselines)
     rows: list[TrainRow] = []
     for number, (samples, dead) in enumerate(zip(collected.samples, result.dead, strict=True)):
         if not (dead and config.drop_zero_variance):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -113,6 +114,14 @@ class Learner(ABC):
     @abstractmethod
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+
+    def initial_weights(self) -> AbstractContextManager[None] | None:
+        """Return a context in which :meth:`logprobs` are those of the model before training.
+
+        None, as here, where that model is not at hand: whoever needs it loads it a second time. Nothing is trained,
+        exported or saved within.
+        """
+        return None
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

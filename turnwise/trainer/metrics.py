@@ -70,6 +70,9 @@ METRICS: dict[str, str] = {
     "gap/mean": "mean |trainer - rollout| of the log-probabilities before the first update of the step",
     "gap/max": "largest |trainer - rollout| of these",
     "gap/kl": "k3 estimate of KL(rollout || trainer) from the same tokens",
+    "kl/value": "estimate of KL(policy || reference) per trained token (algorithm.kl.estimator)",
+    "kl/coef": "what the KL penalty was weighted by in this step",
+    "kl/penalty": "what the KL penalty took from a trajectory's reward, mean (algorithm.kl.where: reward)",
     "correction/kl": "mean of log p_rollout - log p_trainer on the tokens of the step, before anything is corrected",
     "correction/kl_k3": "k3 estimate of the same divergence",
     "correction/ess": "effective sample size of untruncated importance weights, as a share: 1 where all are equal",
@@ -82,6 +85,9 @@ METRICS: dict[str, str] = {
     "time/*": "seconds of a part of the step, or tokens per second",
 }
 """Name (``*`` stands for any ending) and meaning of what the trainer logs."""
+
+_NAMED = {"kl": "kl/value"}
+"""Means over the updates that bear another name than ``train/NAME``."""
 
 _GAP = {"gap_abs": "gap/mean", "gap_max": "gap/max", "gap_kl": "gap/kl"}
 
@@ -110,13 +116,14 @@ def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, flo
     for number, stats in enumerate(trained):
         for name, value in {"loss": stats.loss, **stats.means}.items():
             if name not in _GAP:
-                metrics[f"train/{name}"] = metrics.get(f"train/{name}", 0.0) + value * stats.tokens / tokens
+                shown = _NAMED.get(name, f"train/{name}")
+                metrics[shown] = metrics.get(shown, 0.0) + value * stats.tokens / tokens
         for name, value in stats.maxima.items():
             if name not in _GAP:
                 metrics[f"train/{name}"] = max(metrics.get(f"train/{name}", value), value)
         if number == 0:
             found = {**stats.means, **stats.maxima}
-            metrics |= {shown: found[name] for name, shown in _GAP.items() if name in found}
+            metrics |= {known: found[name] for name, known in _GAP.items() if name in found}
     return metrics
 
 

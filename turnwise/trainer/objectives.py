@@ -13,7 +13,9 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.kl import KLTerm
 from turnwise.trainer.losses import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
+from turnwise.trainer.losses.kl import kl_penalty
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.policy import TokenScores
 from turnwise.trainer.registry import Chosen
@@ -42,19 +44,25 @@ class PolicyObjective:
     Attributes:
         loss: The loss with its options.
         entropy_coef: Weight of the entropy bonus.
+        kl: Estimator and weight of a KL penalty against the batch's ``ref_logprobs``, or None.
     """
 
     loss: Chosen = PPO_CLIP
     entropy_coef: float = 0.0
+    kl: tuple[str, float] | None = None
 
     @classmethod
-    def of(cls, config: AlgorithmConfig) -> Self:
+    def of(cls, config: AlgorithmConfig, kl: KLTerm | None = None) -> Self:
         """Make the objective that a configuration describes.
+
+        Args:
+            config: The loss and its options.
+            kl: A penalty beside the loss.
 
         Raises:
             RegistryError: There is no such loss, or not with these options.
         """
-        return cls(config.chosen_loss(), config.entropy_coef)
+        return cls(config.chosen_loss(), config.entropy_coef, None if kl is None else (kl.estimator, kl.coef))
 
     @property
     def entropy(self) -> bool:
@@ -86,6 +94,11 @@ class PolicyObjective:
             result.sums["entropy"] = entropy.detach().sum()
             if self.entropy_coef:
                 result.loss = result.loss + entropy_bonus(entropy, weights, self.entropy_coef)
+        if self.kl is not None and batch.ref_logprobs is not None:
+            estimator, coef = self.kl
+            penalty = kl_penalty(logprobs, batch.ref_logprobs.to(device), weights, estimator=estimator, coef=coef)
+            result.loss = result.loss + penalty.loss
+            result.sums |= penalty.sums
         return result
 
     def _check(self, result: LossSums, logprobs: Tensor) -> None:

@@ -43,6 +43,7 @@ from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
+from turnwise.trainer.reference import KLGuard
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest, cpu_seconds
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
@@ -68,6 +69,7 @@ class TrainRun:
         config: What was asked for.
         directory: Where everything is written.
         learner: The trained policy.
+        kl: What holds it to a reference, where something does.
         renderer: Messages to ids and back.
         tasks: What is trained on, in order.
         eval_tasks: Held-out tasks; empty where nothing is evaluated.
@@ -92,6 +94,7 @@ class TrainRun:
     config: TrainConfig
     directory: Path
     learner: Learner
+    kl: KLGuard | None
     renderer: Renderer
     tasks: TaskStream
     eval_tasks: list[Task]
@@ -234,6 +237,7 @@ class _Start:
     tasks: TaskStream
     eval_tasks: list[Task]
     learner: Learner
+    kl: KLGuard | None
     frozen: dict[str, Renderer]
     began: float
 
@@ -267,7 +271,8 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
         learner.load(latest)
         restore_rng(state.rng)
         console.print(f"resuming {home.path} at step {state.step}", highlight=False)
-    return _Start(store, state, renderer, tasks, eval_tasks, learner, frozen, began)
+    guard = KLGuard.open(config, learner, state.kl_coef)
+    return _Start(store, state, renderer, tasks, eval_tasks, learner, guard, frozen, began)
 
 
 async def _assemble(
@@ -310,6 +315,7 @@ async def _assemble(
         config=config,
         directory=directory,
         learner=start.learner,
+        kl=start.kl,
         renderer=start.renderer,
         tasks=start.tasks,
         eval_tasks=start.eval_tasks,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,17 +20,22 @@ from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig
 from turnwise.trainer.correction import correct
+from turnwise.trainer.kl import KLTerm, RowKey
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.metrics import update_metrics
 from turnwise.trainer.objectives import PolicyObjective
-from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.registry import Chosen
-
-RowKey = tuple[str, int]
 
 
 def update_policy(
-    learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, batch: BatchConfig, *, seed: int
+    learner: Learner,
+    rows: Sequence[TrainRow],
+    algorithm: AlgorithmConfig,
+    batch: BatchConfig,
+    *,
+    seed: int,
+    kl: KLTerm | None = None,
 ) -> dict[str, float]:
     """Go through the rows of a train step: ``epochs`` times, in ``minibatches`` optimizer steps each.
 
@@ -39,14 +45,16 @@ def update_policy(
         algorithm: The loss, epochs and minibatches.
         batch: The token budget of a micro-batch, and whether rows share prefixes in it.
         seed: Decides how rows are dealt to minibatches.
+        kl: A penalty beside the loss.
 
     Returns:
         Metrics as ``metrics.update_metrics`` names them.
     """
-    objective = PolicyObjective.of(algorithm)
+    objective = PolicyObjective.of(algorithm, kl)
     select = algorithm.chosen_selection()
     prepared = _prepare(learner, rows, algorithm, batch)
     rows, old = prepared.rows, prepared.old
+    reference = None if kl is None else prepared.left(kl.ref_logprobs)
     updates: list[tuple[Stats, StepResult]] = []
     computed = 0
     for epoch in range(algorithm.epochs):
@@ -65,6 +73,8 @@ def update_policy(
                 keys = [_key(weighed[index]) for index in micro.rows]
                 if old is not None:
                     micro.old_logprobs = torch.cat([old[key] for key in keys])
+                if reference is not None:
+                    micro.ref_logprobs = torch.cat([reference[key] for key in keys])
                 if selected:
                     micro.selected = torch.cat([selected[key] for key in keys])
             stats = learner.forward_backward(batches, objective, normalizer)
@@ -74,11 +84,18 @@ def update_policy(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What is known before the first update: rows, what the ratio is taken against (by row), and what was measured."""
+    """What is known before the first update: rows, what the ratio is taken against (by row), what was measured, and
+    which trained tokens of each row a correction left (empty where there is none).
+    """
 
     rows: Sequence[TrainRow]
     old: Mapping[RowKey, Tensor] | None
     metrics: dict[str, float]
+    kept: Mapping[RowKey, Tensor]
+
+    def left(self, values: Mapping[RowKey, Tensor]) -> Mapping[RowKey, Tensor]:
+        """Return the values of the tokens that are left."""
+        return {key: each[self.kept[key]] for key, each in values.items()} if self.kept else values
 
 
 def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, batch: BatchConfig) -> _Prepared:
@@ -91,13 +108,15 @@ def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmCon
     if algorithm.correction is not None or (several and algorithm.old_logprobs == "recompute"):
         own = recompute_logprobs(learner, rows, batch)
     metrics: dict[str, float] = {}
+    kept: Mapping[RowKey, Tensor] = {}
     if algorithm.correction is not None and own is not None:
         corrected = correct(rows, own, algorithm.correction)
-        own = {key: logprobs[corrected.kept[key]] for key, logprobs in own.items()}
+        kept = corrected.kept
+        own = {key: logprobs[kept[key]] for key, logprobs in own.items()}
         rows, metrics = corrected.rows, corrected.metrics
     if algorithm.old_logprobs == "rollout":
         own = {_key(row): torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
-    return _Prepared(rows, own, metrics)
+    return _Prepared(rows, own, metrics, kept)
 
 
 def select_tokens(
@@ -156,7 +175,14 @@ def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[Tr
     return parts
 
 
-def recompute_logprobs(learner: Learner, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
+class Scorer(Protocol):
+    """Who has weights: a learner, or a reference."""
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+
+
+def recompute_logprobs(learner: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
     """Return the log-probabilities of each row's trained tokens under the weights as they are now, by row."""
     batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
     found: dict[RowKey, Tensor] = {}

@@ -68,7 +68,8 @@ async def roll_out(run: TrainRun, requests: Sequence[RolloutRequest]) -> Batch:
     fields = ("tokens", "rewards", "metrics", *(("messages",) if run.config.algorithm.credit.custom else ()))
     groups = await run.buffer.fetch(ref, fields)
     await run.buffer.release(ref)
-    mine = [each for group in groups for each in group.trajectories if each.policy == TRAINED]
+    rolled_out = (each for group in groups for each in (*group.trajectories, *group.baselines))
+    mine = [each for each in rolled_out if each.policy == TRAINED]
     run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))
     return Batch(groups, metrics, started, time.monotonic())
 
@@ -85,19 +86,25 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
     collected = collect(batch.groups, max_tokens_per_row=config.batch.max_tokens_per_row)
     if not collected.metrics["batch/trajectories"]:
         raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
+    if run.kl is not None:
+        collected = run.kl.charge(collected, run.learner)
     experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature)
     with run.updating(step):
         for epoch in range(config.algorithm.epochs):
             run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
-        updates = update_policy(run.learner, experience.rows, config.algorithm, config.batch, seed=step)
+        term = None if run.kl is None else run.kl.term(experience.rows)
+        updates = update_policy(run.learner, experience.rows, config.algorithm, config.batch, seed=step, kl=term)
+        metrics = batch.metrics | updates | experience.metrics
+        if run.kl is not None:
+            metrics |= run.kl.step(metrics)
+            run.state.kl_coef = run.kl.control.coef
     run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
     updated = time.monotonic()
 
     await run.sync_weights()
     synced = time.monotonic()
-    metrics = batch.metrics | updates | experience.metrics | run.tasks.metrics()
     seconds = batch.sampled - batch.started
-    metrics |= {
+    metrics |= run.tasks.metrics() | {
         "time/rollout_s": seconds,
         "time/update_s": updated - batch.sampled,
         "time/sync_s": synced - updated,

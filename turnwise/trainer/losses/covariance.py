@@ -39,7 +39,7 @@ def select_clip_cov(
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> Tensor:
-    """Return which tokens of an optimizer step lose their gradient: some of those with cov_low < cov < cov_high.
+    """Return which tokens of an optimizer step lose their gradient: some with ``cov_low < cov_t < cov_high``.
 
     ``share`` of all tokens (at least one) are drawn at random from them: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
 

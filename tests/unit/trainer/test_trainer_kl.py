@@ -1,0 +1,316 @@
+"""The KL penalty: what it takes from rewards, what it adds to the loss, its coefficient, and who is asked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from turnwise.errors import ConfigError
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
+from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, TrainConfig
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.experience import Collected, build_experience, collect
+from turnwise.trainer.kl import KLConfig, KLControl, KLTerm, charge, penalised
+from turnwise.trainer.learner import StepResult
+from turnwise.trainer.metrics import meaning
+from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.reference import FrozenReference, InitialWeights, KLGuard, open_reference, reference_path
+from turnwise.trainer.update import recompute_logprobs, update_policy
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup, to_samples
+
+Row = Callable[..., TrainRow]
+Models = Callable[..., Path]
+BATCH = BatchConfig(max_tokens_per_micro_batch=64)
+
+
+def trajectory(name: str, reward: float, *, branches: int = 1) -> Trajectory:
+    """Two turns of two tokens in a line; with two branches both turns begin at the root. Log-probabilities -1."""
+
+    def context(index: int, parent: int) -> Segment:
+        return Segment(index, parent, "context", np.arange(2, dtype=np.int32))
+
+    def sampled(index: int, parent: int) -> Segment:
+        return Segment(
+            index, parent, "sampled", np.arange(2, dtype=np.int32), turn_id=f"{name}.{index}",
+            logprobs=-np.ones(2, np.float32), weight_versions=((0, 0, 2),), finish_reason="stop",
+        )  # fmt: skip
+
+    segments = [context(0, -1), sampled(1, 0), context(2, 1 if branches == 1 else -1), sampled(3, 2)]
+    return Trajectory(name, name, "g", "t", segments=segments, rewards=[(None, "score", reward)])
+
+
+def collected(*members: Trajectory) -> Collected:
+    return collect([TrajectoryGroup("g", "t", list(members))])
+
+
+def test_what_tokens_pay_by_hand() -> None:
+    # k1: log p - log p_ref = 1, -0.5 | 2; times 0.1. Mean 2.5 / 3; two trajectories pay 0.25 / 2 on average.
+    own = {("a", 1): torch.tensor([-1.0, -1.0]), ("b", 1): torch.tensor([-1.0])}
+    ref = {("a", 1): torch.tensor([-2.0, -0.5]), ("b", 1): torch.tensor([-3.0])}
+    found = charge(own, ref, estimator="k1", coef=0.1)
+    assert {key: value.tolist() for key, value in found.tokens.items()} == {
+        ("a", 1): pytest.approx([0.1, -0.05]),
+        ("b", 1): pytest.approx([0.2]),
+    }
+    assert (found.kl, found.mean) == (pytest.approx(2.5 / 3), pytest.approx(0.125))
+    # k2: 1/2, 1/8, 2.
+    assert charge(own, ref, estimator="k2", coef=1.0).kl == pytest.approx(2.625 / 3)
+    assert charge({}, {}, estimator="k3", coef=1.0).kl == 0.0
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_each_turn_pays_for_its_own_tokens(branches: int) -> None:
+    one = trajectory("a", 1.0, branches=branches)
+    samples = to_samples(one).rows
+    assert len(samples) == branches
+    # Turns pay 0.1 + 0.2 and 0.3 + 0.4, wherever their tokens stand.
+    paid = [0.1, 0.2, 0.3, 0.4]
+    tokens = {sample.key: torch.tensor(paid[4 // branches * n :][: 4 // branches]) for n, sample in enumerate(samples)}
+    found = penalised(one, samples, tokens)
+    assert found.rewards == [
+        (None, "score", 1.0),
+        ("a.1", "kl", pytest.approx(-0.3)),
+        ("a.3", "kl", pytest.approx(-0.7)),
+    ]
+    assert (found.reward, one.reward) == (pytest.approx(0.0, abs=1e-6), 1.0)
+
+
+def guard(config: dict[str, Any], reference: Any, **given: Any) -> KLGuard:
+    settings = KLConfig.model_validate({"coef": 0.5, **config})
+    return KLGuard(KLControl(settings, settings.coef), reference, BATCH, 1.0, **{"recompute": False, **given})
+
+
+class Fixed:
+    """A reference that says the same of every token but the first of its first batch."""
+
+    def logprobs(self, batches: list[Any]) -> list[Tensor]:
+        found = [torch.full((batch.trained_tokens,), -1.0) for batch in batches]
+        found[0][0] = -1.5
+        return found
+
+
+def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
+    """Equal rewards, but one trajectory's first token is likelier than in the reference by 0.5: it pays 0.25."""
+    before = collected(trajectory("a", 1.0), trajectory("b", 1.0))
+    assert build_experience(before, AlgorithmConfig(norm_by_std=False), temperature=1.0).rows == []
+    held = guard({"where": "reward", "estimator": "k1"}, Fixed())
+    after = held.charge(before, None)  # type: ignore[arg-type]
+    found = build_experience(after, AlgorithmConfig(norm_by_std=False), temperature=1.0)
+    # Rewards 0.75 and 1: -+ 0.125.
+    assert [row.advantage for row in found.rows] == [pytest.approx(-0.125), pytest.approx(0.125)]
+    assert found.metrics["kl/value"] == pytest.approx(0.5 / 8)
+    assert found.metrics["kl/penalty"] == pytest.approx(0.125)
+    # What the environment paid is logged as it was.
+    assert (found.metrics["reward/mean"], found.metrics["reward/std"]) == (1.0, 0.0)
+    # By turns, only the first one's worth falls: b's turns and a's second are worth 1, a's first 0.75.
+    by_turn = AlgorithmConfig.model_validate({"norm_by_std": False, "credit": "turns"})
+    [first, second] = build_experience(after, by_turn, temperature=1.0).rows
+    mask = first.sample.loss_mask
+    assert np.asarray(first.advantage)[mask].tolist() == pytest.approx([-0.1875, -0.1875, 0.0625, 0.0625])
+    assert np.asarray(second.advantage)[mask].tolist() == pytest.approx([0.0625] * 4)
+    assert held.term(found.rows) is None
+
+
+def test_the_coefficient_goes_on_where_a_checkpoint_left_it(tmp_path: Path) -> None:
+    held = guard({"target": 0.1, "horizon": 100}, Fixed())
+    # 0.3 is three times the target: the error is cut off at 0.2; 0.5 * (1 + 0.2 * 10 / 100).
+    assert held.step({"kl/value": 0.3, "batch/trajectories": 10.0}) == {"kl/coef": 0.5}
+    assert held.control.coef == pytest.approx(0.51)
+    # Nothing was measured (every group taught nothing): nothing is adapted.
+    assert held.step({"batch/trajectories": 10.0}) == {"kl/coef": held.control.coef}
+    held.control.coef = 0.1 + 0.2  # No short decimal.
+    path = CheckpointStore(tmp_path).save(TrainerState(1, kl_coef=held.control.coef), lambda _: None)
+    assert load_state(path).kl_coef == held.control.coef
+    old = orjson.loads((path / "trainer_state.json").read_bytes())
+    old.pop("kl_coef")
+    (path / "trainer_state.json").write_bytes(orjson.dumps(old))
+    assert load_state(path).kl_coef is None
+    fixed = guard({}, Fixed())
+    fixed.step({"kl/value": 9.0, "batch/trajectories": 10.0})
+    assert fixed.control.coef == 0.5
+
+
+class Watched:
+    """A learner that keeps its gradients in the place of taking a step."""
+
+    def __init__(self, path: Path) -> None:
+        self.learner = TorchLearner.create(PolicyConfig(model=ModelConfig(path=path, device="cpu")), 10)
+        self.forward_backward, self.logprobs = self.learner.forward_backward, self.learner.logprobs
+        self.gradients: list[Tensor] = []
+
+    def optim_step(self) -> StepResult:
+        found = [p.grad.flatten() for p in self.learner.policy.model.parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(found))
+        self.learner.policy.model.zero_grad()
+        return StepResult(0.0, {})
+
+
+@pytest.fixture
+def rows(row: Row) -> list[TrainRow]:
+    return [row(6 + n, 2 + n, seed=n, name=f"t{n}", advantage=(1.0, 0.0, -0.5)[n]) for n in range(3)]
+
+
+def update(path: Path, rows: list[TrainRow], term: KLTerm | None, budget: int = 64, **algorithm: Any):
+    watched = Watched(path)
+    config = AlgorithmConfig.model_validate(
+        {"old_logprobs": "recompute", "kl": term and {"coef": term.coef, "estimator": term.estimator}, **algorithm}
+    )
+    batch = BatchConfig(max_tokens_per_micro_batch=budget)
+    return update_policy(watched, rows, config, batch, seed=0, kl=term), watched.gradients  # type: ignore[arg-type]
+
+
+def term_of(rows: list[TrainRow], path: Path, estimator: str = "k2", coef: float = 0.3) -> KLTerm:
+    reference = open_reference(KLConfig(coef=coef), ModelConfig(path=path, device="cpu"), Plain())
+    return KLTerm(estimator, coef, recompute_logprobs(reference, rows, BATCH))
+
+
+class Plain:
+    """A learner without its initial weights."""
+
+    def initial_weights(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"])
+def test_the_gradient_of_the_loss_has_the_penaltys_beside_it(
+    model_dir: Models, rows: list[TrainRow], estimator: str
+) -> None:
+    term = term_of(rows, model_dir(seed=1), estimator)
+    metrics, [with_kl] = update(model_dir(), rows, term)
+    _, [without] = update(model_dir(), rows, None)
+    # By hand: over all 9 tokens, also those of the row without an advantage, d(KL)/d(log p) of each, over 9.
+    slopes: dict[str, Callable[[Tensor], Tensor]] = {
+        "k1": torch.ones_like, "abs": torch.sign, "k2": lambda d: d, "k3": lambda d: 1 - (-d).exp(),
+        "k1+": lambda d: d, "abs+": lambda d: d, "k3+": lambda d: d,
+    }  # fmt: skip
+    learner = TorchLearner.create(PolicyConfig(model=ModelConfig(path=model_dir(), device="cpu")), 10)
+    [micro] = pack(rows, 64)
+    ref = torch.cat([term.ref_logprobs[rows[index].sample.key] for index in micro.rows])
+    logprobs = learner.policy.forward(micro).logprobs
+    assert len(logprobs) == 9
+    (0.3 / 9 * slopes[estimator](logprobs.detach() - ref) * logprobs).sum().backward()  # type: ignore[no-untyped-call]
+    expected = torch.cat([p.grad.flatten() for p in learner.policy.model.parameters() if p.grad is not None])
+    torch.testing.assert_close(with_kl - without, expected, atol=1e-6, rtol=1e-4)
+    values = {"k1": lambda d: d, "abs": torch.abs, "k2": lambda d: d * d / 2, "k3": lambda d: (-d).exp() - 1 + d}
+    value = values[estimator.removesuffix("+")](logprobs.detach() - ref).clamp(
+        max=10 if "k3" in estimator else math.inf
+    )
+    assert metrics["kl/value"] == pytest.approx(value.mean().item(), rel=1e-4)
+    assert "train/kl" not in metrics
+    assert [name for name in metrics if meaning(name) is None] == []
+
+
+def test_splits_and_rejected_tokens(model_dir: Models, rows: list[TrainRow]) -> None:
+    term = term_of(rows, model_dir(seed=1))
+    _, [whole] = update(model_dir(), rows, term)
+    _, [split] = update(model_dir(), rows, term, budget=1)
+    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
+    # What a correction rejects pays nothing either: the rest keeps its own reference.
+    reject = {"weights": "none", "reject": [{"statistic": "k1", "level": "token", "high": 2.0}]}
+    metrics, [_] = update(model_dir(), rows, term, correction=reject)
+    assert 0 < metrics["correction/rejected"] < 1
+    assert metrics["train/tokens"] == pytest.approx(9 * (1 - metrics["correction/rejected"]))
+
+
+def test_the_reference_is_the_initial_model_and_stays_it(model_dir: Models, rows: list[TrainRow]) -> None:
+    config = PolicyConfig(model=ModelConfig(path=model_dir(), device="cpu"), optim=OptimConfig(lr=0.01))
+    learner = TorchLearner.create(config, 10)
+    held = KLGuard.open(
+        TrainConfig.model_validate({
+            "name": "r", "steps": 1, "tasks": "a.b:c", "policies": {"main": config.model_dump()},
+            "rollout": {"env": {"name": "lookup"}}, "algorithm": {"kl": {"coef": 0.1, "offload": True}},
+        }),
+        learner,
+        0.7,
+    )  # fmt: skip
+    assert held is not None
+    assert held.control.coef == 0.7
+    first = held.term(rows)
+    assert first is not None
+    # At the start it says what the policy does: the penalty is exactly 0.
+    own = recompute_logprobs(learner, rows, BATCH)
+    assert all(torch.equal(own[key], value) for key, value in first.ref_logprobs.items())
+    assert (
+        update_policy(learner, rows, AlgorithmConfig(kl=KLConfig(coef=0.1)), BATCH, seed=0, kl=first)["kl/value"] == 0
+    )
+    again = held.term(rows)
+    assert again is not None
+    assert all(torch.equal(again.ref_logprobs[key], value) for key, value in first.ref_logprobs.items())
+    moved = recompute_logprobs(learner, rows, BATCH)
+    assert any(not torch.equal(moved[key], value) for key, value in own.items())
+    assert isinstance(held.reference, FrozenReference)
+
+
+def test_an_engine_that_still_has_the_initial_weights_is_asked() -> None:
+    class Adapted:
+        """A learner whose adapters can be switched off."""
+
+        on = True
+
+        @contextmanager
+        def initial_weights(self):
+            self.on = False
+            yield
+            self.on = True
+
+        def logprobs(self, batches):
+            return [torch.tensor([-1.0 if self.on else -2.0])]
+
+    learner: Any = Adapted()
+    reference = open_reference(KLConfig(coef=0.1), ModelConfig(path=Path("nowhere")), learner)
+    assert isinstance(reference, InitialWeights)
+    assert reference.logprobs([])[0].item() == -2.0
+    assert learner.on
+
+
+def test_another_reference_must_be_a_model_of_the_same_words(tmp_path: Path) -> None:
+    def model(name: str, vocabulary: dict[str, int] | None) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        if vocabulary is not None:
+            text = orjson.dumps({"model": {"vocab": vocabulary}, "added_tokens": [{"content": "<e>", "id": 9}]})
+            (folder / "tokenizer.json").write_bytes(text)
+        return folder
+
+    mine = ModelConfig(path=model("mine", {"a": 0, "b": 1}))
+    for other in (model("same", {"b": 1, "a": 0}), model("untold", None)):
+        assert reference_path(KLConfig(coef=1, reference=other), mine) == other
+    assert reference_path(KLConfig(coef=1), mine) == mine.path
+    with pytest.raises(ConfigError, match="has another vocabulary than that of"):
+        reference_path(KLConfig(coef=1, reference=model("other", {"a": 1, "b": 0})), mine)
+    with pytest.raises(ConfigError, match=r"algorithm.kl.reference is .*gone: there is no such folder"):
+        reference_path(KLConfig(coef=1, reference=tmp_path / "gone"), mine)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kl": {"coef": 0.1, "estimator": "k4"}}, "estimator is 'k4'; known: k1, abs, k2, k3, k1+"),
+        ({"kl": {"coef": 0.1, "estimator": "k3+", "where": "reward"}}, "a reward has no gradient that + could change"),
+        ({"kl": {"coef": 0.1, "horizon": 100}}, "horizon is 100, but there is no target"),
+        ({"kl": {"coef": 0.0}}, "greater than 0"),
+        ({"kl": {"coef": 0.1, "where": "reward"}, "advantage": "gdpo"}, "set it to loss"),
+    ],
+)
+def test_what_is_wrong_is_named_before_work_starts(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        AlgorithmConfig.model_validate(given)
+
+
+def test_rows_without_advantage_are_idle_unless_the_loss_holds_them() -> None:
+    assert AlgorithmConfig().idle_at_zero
+    assert not AlgorithmConfig(kl=KLConfig(coef=0.1)).idle_at_zero
+    assert AlgorithmConfig(kl=KLConfig(coef=0.1, where="reward")).idle_at_zero
