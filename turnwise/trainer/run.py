@@ -267,11 +267,11 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)
     learner = TorchLearner.create(policy, config.optimizer_steps, model_path=latest)
+    guard = KLGuard.open(config, learner, state.kl_coef)
     if latest is not None:
         learner.load(latest)
         restore_rng(state.rng)
         console.print(f"resuming {home.path} at step {state.step}", highlight=False)
-    guard = KLGuard.open(config, learner, state.kl_coef)
     return _Start(store, state, renderer, tasks, eval_tasks, learner, guard, frozen, began)
 
 
