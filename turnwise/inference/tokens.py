@@ -39,6 +39,9 @@ class Tokenizer(Protocol):
     def get_added_tokens_decoder(self) -> dict[int, Any]:
         """Return the added tokens by id."""
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token, added ones included."""
+
 
 def alternatives(strings: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that finds any of the strings, longer ones first; None where there are none."""

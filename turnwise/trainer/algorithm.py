@@ -1,7 +1,7 @@
 """The configuration of what is learned from rewards: ``algorithm`` of ``turnwise train``.
 
-Owns: :class:`AlgorithmConfig`, :class:`CreditConfig`, and how names and options become functions. Refuses: the formulas
-(``advantages``, ``losses``).
+Owns: :class:`AlgorithmConfig`, :class:`CreditConfig`, :class:`DistillConfig`, and how names and options become
+functions. Refuses: the formulas (``advantages``, ``losses``).
 """
 
 from __future__ import annotations
@@ -100,6 +100,22 @@ def _credit(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+class DistillConfig(BaseModel):
+    """Who teaches, and how much that counts.
+
+    Attributes:
+        teacher: The name of a policy in ``rollout.frozen``: a model that is served for the run, or a running server.
+        coef: Weight of the teacher's word.
+        reward_coef: Weight of the advantage that the rewards give; 0 learns from the teacher alone.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    teacher: str
+    coef: PositiveFloat = 1.0
+    reward_coef: Annotated[float, Field(ge=0)] = 0.0
+
+
 class AlgorithmConfig(BaseModel):
     """From rewards to a loss.
 
@@ -126,6 +142,7 @@ class AlgorithmConfig(BaseModel):
             ``recompute`` (the trainer's own forward before the first update).
         kl: A penalty for leaving a reference model (``trainer/kl.py``); None is none.
         correction: For the gap between trainer and rollout (``trainer/correction.py``); None corrects nothing.
+        distill: Learn from a teacher's word on each sampled token (``trainer/distill.py``); None asks nobody.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -149,6 +166,7 @@ class AlgorithmConfig(BaseModel):
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     kl: KLConfig | None = None
     correction: CorrectionConfig | None = None
+    distill: DistillConfig | None = None
 
     @field_validator("advantage")
     @classmethod
@@ -293,7 +311,13 @@ class AlgorithmConfig(BaseModel):
     @property
     def compares_groups(self) -> bool:
         """Whether a trajectory is held against the others of its group, so that a group of one teaches nothing."""
-        return self.advantage not in WITHOUT_GROUPS
+        taught_alone = self.distill is not None and not self.distill.reward_coef
+        return self.advantage not in WITHOUT_GROUPS and not taught_alone
+
+    @property
+    def leaves_out_dead(self) -> bool:
+        """Whether groups without differences are left out: a teacher has something to say of them, too."""
+        return self.drop_zero_variance and self.distill is None
 
     @property
     def idle_at_zero(self) -> bool:

@@ -225,6 +225,7 @@ class TrainConfig(_Section):
                 f"algorithm.advantage {self.algorithm.advantage} holds trajectories against a greedy rollout, which is "
                 "no member of the group that rollout.group_reward compares: its reward would lack that part; choose one"
             )
+        self._check_teacher()
         members = self.batch.groups * self.rollout.group_size
         if self.algorithm.minibatches > members:
             raise ValueError(
@@ -232,6 +233,26 @@ class TrainConfig(_Section):
                 "(batch.groups x rollout.group_size)"
             )
         return self
+
+    def _check_teacher(self) -> None:
+        distill, frozen = self.algorithm.distill, self.rollout.frozen
+        if distill is None:
+            return
+        if distill.teacher not in frozen:
+            raise ValueError(
+                f"algorithm.distill.teacher is {distill.teacher!r}, but rollout.frozen holds "
+                f"{', '.join(frozen) or 'nothing'}: add rollout.frozen.{distill.teacher} with model, or url and model"
+            )
+        if frozen[distill.teacher].hosted is not None:
+            raise ValueError(
+                f"algorithm.distill.teacher is {distill.teacher!r}, a hosted endpoint: it tells nothing of given ids; "
+                "name a model, or a server of token ids"
+            )
+        if self.rollout.temperature != 1.0:
+            raise ValueError(
+                f"rollout.temperature is {self.rollout.temperature:g}, but servers score given ids at temperature 1, "
+                "and algorithm.distill compares both: set it to 1"
+            )
 
     @property
     def policy(self) -> PolicyConfig:

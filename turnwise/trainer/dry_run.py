@@ -32,6 +32,7 @@ from turnwise.trainer.budget import Budget
 from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
+from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines.torch import pick_device
 from turnwise.trainer.reference import reference_path
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
@@ -178,6 +179,7 @@ class _Checker:
         self._renderer = self._config.renderer.load(path)
         # Whether the endpoints of frozen policies answer is known when the run starts.
         frozen = load_renderers(self._config.rollout.frozen, path)
+        check_teacher(self._config.algorithm.distill, self._config.rollout.frozen, path)
         others = [f"{renderer.describe()['format']} of {name}" for name, renderer in frozen.items()]
         return ", ".join([str(self._renderer.describe()["format"]), *others])
 

@@ -112,7 +112,7 @@ def build_experience(collected: Collected, config: AlgorithmConfig, *, temperatu
     result = assign(members, config, collected.baselines)
     rows: list[TrainRow] = []
     for number, (samples, dead) in enumerate(zip(collected.samples, result.dead, strict=True)):
-        if not (dead and config.drop_zero_variance):
+        if not (dead and config.leaves_out_dead):
             rows += [TrainRow(each, result.of_row(number, each), temperature=temperature) for each in samples]
     metrics = (
         collected.metrics

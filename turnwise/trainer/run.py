@@ -39,6 +39,7 @@ from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_r
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
 from turnwise.trainer.data import TaskStream, open_tasks
+from turnwise.trainer.distill import Teacher, check_teacher
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
@@ -83,6 +84,7 @@ class TrainRun:
         display: What a person sees.
         state: Where the run stands.
         budget: What the run may spend, and what it has spent.
+        teacher: Whom the policy is distilled from, if anybody.
         first_eval: Figures of the first evaluation.
         last_eval: Figures of the last one.
         last_error: What ended the last episode that ended in an error.
@@ -108,6 +110,7 @@ class TrainRun:
     display: LiveDisplay
     state: TrainerState
     budget: Budget
+    teacher: Teacher | None = None
     first_eval: dict[str, Any] | None = None
     last_eval: dict[str, Any] | None = None
     last_error: str | None = None
@@ -259,6 +262,7 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
     renderer = config.renderer.load(policy.model.path)
     console.print(f"chat format: {renderer.describe()['format']} ({renderer.describe()['proof']})", highlight=False)
     frozen = load_renderers(config.rollout.frozen, Path(policy.model.path))
+    check_teacher(config.algorithm.distill, config.rollout.frozen, Path(policy.model.path))
     tasks, reports = await open_tasks(config, renderer, state)
     eval_tasks: list[Task] = []
     if config.eval is not None:
@@ -329,6 +333,7 @@ async def _assemble(
         display=display,
         state=state,
         budget=budget,
+        teacher=Teacher.of(config.algorithm.distill, servers.frozen),
         counted_until=start.began,
         saved_step=state.step,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
+from turnwise.trainer.distill import distilled
 from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.run import TrainRun
 from turnwise.trainer.update import update_policy
@@ -89,6 +90,9 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
     if run.kl is not None:
         collected = run.kl.charge(collected, run.learner)
     experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature)
+    if run.teacher is not None and config.algorithm.distill is not None:
+        scores = await run.teacher.score([row.sample for row in experience.rows])
+        experience = distilled(experience, scores, config.algorithm.distill)
     with run.updating(step):
         for epoch in range(config.algorithm.epochs):
             run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
