@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from turnwise.config import ConfigPath
+from turnwise.config import ConfigPath, ConfigReference
+from turnwise.errors import RegistryError
 from turnwise.evaluation.config import EvalPlan
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
+from turnwise.trainer.lora import LoRAConfig
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
@@ -40,6 +42,7 @@ class ModelConfig(_Section):
         compute_dtype: What matrix products are computed in. Parameters and optimizer state are float32.
         threads: CPU threads of the trainer process; by default torch decides.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+        lora: Train low-rank adapters and leave the model as it is; None trains all of it.
     """
 
     path: ConfigPath
@@ -47,6 +50,7 @@ class ModelConfig(_Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     threads: PositiveInt | None = None
     gradient_checkpointing: bool = False
+    lora: LoRAConfig | None = None
 
 
 class MuonConfig(_Section):
@@ -107,11 +111,34 @@ class ScheduleConfig(_Section):
 
 
 class PolicyConfig(_Section):
-    """One policy: its model and how it learns."""
+    """One policy: its model and how it learns.
+
+    Attributes:
+        model: The model.
+        optim: How gradients become updates.
+        schedule: How the learning rate changes.
+        engine: What computes (``trainer/engines``): a registered name, or a class of your own as ``pkg.mod:Class``.
+        engine_options: Options of that engine by name.
+    """
 
     model: ModelConfig
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    engine: ConfigReference = "torch"
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _has_an_engine(self) -> Self:
+        if self.engine == "torch" and not self.engine_options:
+            # Importing it takes seconds, and every configuration is checked.
+            return self
+        from turnwise.trainer.engines import chosen_engine
+
+        try:
+            chosen_engine(self)
+        except RegistryError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 class BatchConfig(_Section):

@@ -2,6 +2,7 @@
 
 Owns: :class:`Learner`, what training loops use, and what it returns. Refuses: any implementation (``engines/``),
 formulas (``objectives.py``), batches (``packing.py``), and deciding when to update, save or evaluate (the loops).
+``learner_checker.py`` proves of an implementation what is said here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Self
 
 from torch import Tensor
 
+from turnwise.errors import TrainError
+from turnwise.inference.core import AdapterInfo
 from turnwise.trainer.config import PolicyConfig
 from turnwise.trainer.objectives import Objective
 from turnwise.trainer.packing import MicroBatch
@@ -61,7 +64,12 @@ class StepResult:
 class Learner(ABC):
     """Trains one policy.
 
-    Gradients add up over calls of :meth:`forward_backward` until :meth:`optim_step` uses and forgets them.
+    Gradients add up over calls of :meth:`forward_backward` until :meth:`optim_step` uses and forgets them; neither how
+    rows lie in micro-batches nor over how many calls they are spread changes a result beyond rounding. Micro-batches
+    come from ``packing.pack``: a sequence of T tokens in segments, of which N are trained; their tensors may live on
+    another device than the model.
+
+    What is not abstract here is what an engine may lack.
 
     Attributes:
         steps: Optimizer steps taken so far, skipped ones included.
@@ -79,10 +87,13 @@ class Learner(ABC):
     def create(cls, config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Self:
         """Load the model that a configuration names, and make its learner.
 
+        An engine may take options of its own, by keyword: what ``engine_options`` of the configuration says is checked
+        against their annotations before work starts, and handed over.
+
         Args:
             config: Model, optimizer and schedule.
-            total_steps: Optimizer steps of the whole run, for the schedule.
-            model_path: Load the model from here instead (a checkpoint).
+            total_steps: Optimizer steps of the whole run, for the schedule; at least 1.
+            model_path: Load the model from here instead (a checkpoint, which :meth:`load` is called with afterwards).
 
         Raises:
             TrainError: The model cannot be loaded or trained.
@@ -93,19 +104,23 @@ class Learner(ABC):
         """Add the gradient of ``sum of losses / normalizer`` to what is accumulated.
 
         Args:
-            batches: The micro-batches; how rows are split over them does not change the result.
+            batches: The micro-batches; how rows are split over them does not change the result. None are no gradient.
             objective: The loss.
             normalizer: What sums are divided by: that of the whole optimizer step (``aggregation.py``).
 
+        Returns:
+            What this call found, its loss already divided; of a step of several calls the losses add up.
+
         Raises:
-            TrainError: The normaliser is not above 0.
+            TrainError: The normaliser is not above 0, or a batch does not fit the model.
         """
 
     @abstractmethod
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradients, update the parameters, and forget the gradients.
 
-        An update whose gradient norm is not finite is left out, counted and logged as an error.
+        An update whose gradient norm is not finite is left out, counted and logged as an error. Without any gradient
+        nothing changes, but the step counts.
 
         Raises:
             TrainError: Too many updates in a row had no finite gradient.
@@ -113,7 +128,24 @@ class Learner(ABC):
 
     @abstractmethod
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+        """Return the log-probabilities of the trained tokens, in nats and without gradients.
+
+        They are those of the logits divided by each token's temperature, under the weights as they are now.
+
+        Returns:
+            float32 of shape [N] per micro-batch, in the order of its targets, on whatever device.
+
+        Raises:
+            TrainError: A batch does not fit the model.
+        """
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return what states are worth before each trained token, float32 of shape [N] per micro-batch.
+
+        Raises:
+            TrainError: This learner has no value head, as here.
+        """
+        raise TrainError(f"{type(self).__name__} has no value head: it says nothing of {len(batches)} micro-batches")
 
     def initial_weights(self) -> AbstractContextManager[None] | None:
         """Return a context in which :meth:`logprobs` are those of the model before training.
@@ -123,13 +155,22 @@ class Learner(ABC):
         """
         return None
 
+    @property
+    def adapter(self) -> AdapterInfo | None:
+        """What :meth:`export_weights` yields where that is an adapter's factors; None, as here: all weights."""
+        return None
+
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor) of all weights, tied ones once. The tensors are live: copy to keep."""
+        """Yield (name, tensor) of what servers need for these weights. The tensors are live: copy to keep.
+
+        That is every weight by its name in the Hugging Face state dict, tied ones once; or, where :attr:`adapter` says
+        so, what changed of the model that they were launched with.
+        """
 
     @abstractmethod
     def save_model(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model in Hugging Face format, with the tokenizer files that it came with.
+        """Write the whole model in Hugging Face format, with the tokenizer files that it came with.
 
         Args:
             directory: Where to; made if missing.
@@ -138,7 +179,7 @@ class Learner(ABC):
 
     @abstractmethod
     def save(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model in Hugging Face format and the state of the optimizer beside it.
+        """Write a checkpoint: what was trained, in a form that can be named as a model, and the optimizer's state.
 
         Args:
             directory: Where to; made if missing.
@@ -152,3 +193,17 @@ class Learner(ABC):
         Raises:
             CheckpointError: A file is missing or cannot be read, or belongs to another model or optimizer.
         """
+
+    def offload(self) -> int:
+        """Move weights, gradients and the optimizer's state to the memory of the CPU, until :meth:`onload`.
+
+        In between only :meth:`export_weights`, :meth:`save` and :meth:`save_model` may be called.
+
+        Returns:
+            Bytes moved: 0, as here, where nothing lives elsewhere.
+        """
+        return 0
+
+    def onload(self) -> int:
+        """Move what was offloaded back. Returns the bytes moved; 0 where nothing was offloaded."""
+        return 0

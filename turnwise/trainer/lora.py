@@ -55,16 +55,19 @@ class LoRA:
 
     Attributes:
         info: Rank, scale and targets.
+        continued: Whether they began as saved ones, so that the model without them is not what training began with.
     """
 
-    def __init__(self, wrapped: Any, rank: int, alpha: float) -> None:
+    def __init__(self, wrapped: Any, rank: int, alpha: float, *, continued: bool = False) -> None:
         """Take over what :func:`attach` made.
 
         Args:
             wrapped: peft's model around the model.
             rank: Of the adapters.
             alpha: Of the adapters, scale times rank.
+            continued: Whether they were saved before.
         """
+        self.continued = continued
         self._wrapped = wrapped
         model = wrapped.base_model.model
         layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
@@ -176,7 +179,7 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
         key = "targets" if config.path is None else "path"
         raise TrainError(f"model.lora.{key} is {_given(config, key)}: {error}") from error
     wrapped.peft_config[_NAME].base_model_name_or_path = str(base.absolute())
-    lora = LoRA(wrapped, rank, alpha)
+    lora = LoRA(wrapped, rank, alpha, continued=config.path is not None)
     _check(lora, model, config, frozen)
     return lora
 

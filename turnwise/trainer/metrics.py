@@ -85,6 +85,7 @@ METRICS: dict[str, str] = {
     "correction/weight_max": "largest of them",
     "correction/zero_weights": "share of tokens that masking gave weight 0",
     "correction/rejected": "share of tokens that were rejected",
+    "sync/bytes": "bytes of weights sent to each server after the step: all of them, or an adapter's",
     "time/*": "seconds of a part of the step, or tokens per second",
 }
 """Name (``*`` stands for any ending) and meaning of what the trainer logs."""

@@ -121,6 +121,16 @@ class OptimizerSet:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
+    def move(self, device: torch.device) -> int:
+        """Move the state to a device. Returns its bytes."""
+        moved = 0
+        for state in (each for optimizer in self.optimizers for each in optimizer.state.values()):
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    moved += value.nbytes
+                    state[key] = value.to(device)
+        return moved
+
     def learning_rates(self, factor: float) -> dict[str, float]:
         """Return the learning rate of each optimizer by its name, in lower case."""
         return {

@@ -17,9 +17,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from turnwise.errors import CheckpointError, MissingExtraError, TrainError
+from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
+from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, merge_adapters
 from turnwise.trainer.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
 from turnwise.trainer.layout import PackedLayout
+from turnwise.trainer.lora import LoRA, LoRAConfig, attach
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.vocabulary import LogitTransform, score_states
 
@@ -70,14 +72,18 @@ class TokenScores:
 class Policy:
     """A Hugging Face causal language model with packed forward passes. Dropout is off."""
 
-    def __init__(self, model: Any, *, source: Path, compute_dtype: ComputeDtype = "float32") -> None:
+    def __init__(
+        self, model: Any, *, source: Path, compute_dtype: ComputeDtype = "float32", lora: LoRA | None = None
+    ) -> None:
         """Wrap a model whose packed forward was proven (:func:`load_model` does both).
 
         Args:
             model: The model, its parameters in float32.
             source: Directory that it came from; tokenizer files are copied from there when saving.
             compute_dtype: What matrix products are computed in. Parameters stay float32.
+            lora: The adapters on the model, where it has any.
         """
+        self.lora = lora
         self.model = model
         self.source = source
         self.compute_dtype = compute_dtype
@@ -120,10 +126,13 @@ class Policy:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.
 
-        Names are those of the Hugging Face model's own state dict.
+        Names are those of the Hugging Face model's own state dict; adapters are added to their matrices, which are then
+        copies.
         """
         seen: set[int] = set()
         state: dict[str, Tensor] = self.model.state_dict()
+        if self.lora is not None:
+            state = self.lora.whole(state)
         for name, tensor in state.items():
             if tensor.data_ptr() in seen and tensor.numel():
                 continue
@@ -133,13 +142,36 @@ class Policy:
     def save_hf(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
         """Write the model in Hugging Face format, with the tokenizer files and chat template it came with.
 
+        Adapters are added to their matrices.
+
         Args:
             directory: Where to; made if missing.
             extra: Called with the directory at the end, to add files (``turnwise_format.json``).
         """
         directory.mkdir(parents=True, exist_ok=True)
+        whole = None if self.lora is None else self.lora.whole(self.model.state_dict())
         with _no_progress_bars():
-            self.model.save_pretrained(directory)
+            self.model.save_pretrained(directory, state_dict=whole)
+        copy_companions(self.source, directory)
+        if extra is not None:
+            extra(directory)
+
+    def save_trained(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+        """Write what training changes: the model, or its adapters alone, so that the folder can be named as a model.
+
+        Args:
+            directory: Where to; made if missing.
+            extra: Called with the directory at the end, to add files.
+        """
+        if self.lora is None:
+            self.save_hf(directory, extra=extra)
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self.lora.save(directory)
+        # What tells a reader of the folder which model it is, without its weights.
+        self.model.config.save_pretrained(directory)
+        if self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(directory)
         copy_companions(self.source, directory)
         if extra is not None:
             extra(directory)
@@ -172,27 +204,32 @@ def load_model(
     device: str | torch.device = "cpu",
     compute_dtype: ComputeDtype = "float32",
     gradient_checkpointing: bool = False,
+    lora: LoRAConfig | None = None,
 ) -> Policy:
     """Load a Hugging Face causal language model and prove that its packed forward equals its plain one.
 
     Args:
-        path: Its directory. Nothing is downloaded.
+        path: Its directory, or that of an adapter, which is added to its model. Nothing is downloaded.
         device: Where to put it.
         compute_dtype: What matrix products are computed in; parameters are float32.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+        lora: Adapters to put on it; all else is then frozen.
 
     Raises:
         TrainError: No model can be loaded from there, or it cannot be trained packed.
     """
-    if not (Path(path) / "config.json").is_file():
+    if not any((Path(path) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise TrainError(f"model.path is {str(path)!r}, which is no directory of a Hugging Face model (no config.json)")
     try:
+        base, adapters = adapter_chain(path)
         with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
-    except (OSError, ValueError) as error:
+            model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32)
+        merge_adapters(model, adapters)
+    except (OSError, ValueError, FormatError) as error:
         raise TrainError(
             f"model.path is {str(path)!r}: no causal language model can be loaded from it: {error}"
         ) from error
+    attached = None if lora is None else attach(model, lora, Path(path))
     model = model.to(device).eval()
     check_packable(model)
     if gradient_checkpointing:
@@ -204,7 +241,7 @@ def load_model(
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.eval()
-    return Policy(model, source=Path(path), compute_dtype=compute_dtype)
+    return Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
 
 
 @contextmanager
@@ -269,11 +306,14 @@ def copy_companions(source: Path, directory: Path) -> None:
 
 
 def load_weights(policy: Policy, directory: Path) -> None:
-    """Overwrite a policy's parameters with those of a saved one.
+    """Overwrite a policy's parameters with those of a saved one; of a policy with adapters, theirs.
 
     Raises:
         CheckpointError: There is no model, or it is another one.
     """
+    if policy.lora is not None:
+        policy.lora.load(directory)
+        return
     for name in ("config.json", "model.safetensors"):
         if not any(directory.glob(name.replace(".safetensors", "*.safetensors"))):
             raise CheckpointError(f"checkpoint {directory} lacks {name}")

@@ -113,7 +113,11 @@ def open_reference(config: KLConfig, model: ModelConfig, learner: Learner) -> Re
     if config.reference == "initial" and learner.initial_weights() is not None:
         return InitialWeights(learner)
     policy = load_model(
-        reference_path(config, model), device=pick_device(model.device), compute_dtype=model.compute_dtype
+        reference_path(config, model),
+        device=pick_device(model.device),
+        compute_dtype=model.compute_dtype,
+        # Adapters that went on from saved ones: without them it would be another model.
+        lora=model.lora if config.reference == "initial" else None,
     )
     return FrozenReference(policy, offload=config.offload)
 

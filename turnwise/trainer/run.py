@@ -23,7 +23,7 @@ from rich.console import Console
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.evaluation.result import EvalResult
 from turnwise.evaluation.runner import evaluate, load_eval_tasks
-from turnwise.inference.core import Renderer
+from turnwise.inference.core import Renderer, WeightManifest
 from turnwise.inference.fleet import Fleet
 from turnwise.inference.frozen import FrozenPolicies, load_renderers, open_frozen
 from turnwise.inference.ledger import Book, LedgerClient
@@ -40,7 +40,7 @@ from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
 from turnwise.trainer.data import TaskStream, open_tasks
 from turnwise.trainer.distill import Teacher, check_teacher
-from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.engines import open_learner
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
@@ -139,8 +139,8 @@ class TrainRun:
         self.state.tasks = self.tasks.state()
         self.torn = False
 
-    async def sync_weights(self) -> None:
-        """Bring the learner's weights to the servers, as the version of this step.
+    async def sync_weights(self) -> dict[str, float]:
+        """Bring the learner's weights to the servers, as the version of this step; return what that took, as metrics.
 
         A server that dies meanwhile is started again, and then gets them too.
 
@@ -148,16 +148,20 @@ class TrainRun:
             InferenceError: A server refuses them, or died a second time.
         """
         try:
-            await self._write_weights()
+            manifest = await self._write_weights()
         except RequestRefused:
             raise
         except InferenceError as error:
             await self.fleet.recover(error)
-            await self._write_weights()
+            manifest = await self._write_weights()
         self.state.weight_version = self.state.step
+        return {"sync/bytes": float(manifest.nbytes)}
 
-    async def _write_weights(self) -> None:
-        await self.writer.sync(self.learner.export_weights(), self.fleet.replicas, self.state.step)
+    async def _write_weights(self) -> WeightManifest:
+        learner = self.learner
+        return await self.writer.sync(
+            learner.export_weights(), self.fleet.replicas, self.state.step, adapter=learner.adapter
+        )
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that the run stands at."""
@@ -270,7 +274,7 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)
-    learner = TorchLearner.create(policy, config.optimizer_steps, model_path=latest)
+    learner = open_learner(policy, config.optimizer_steps, model_path=latest)
     guard = KLGuard.open(config, learner, state.kl_coef)
     if latest is not None:
         learner.load(latest)

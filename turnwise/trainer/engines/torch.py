@@ -10,6 +10,7 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import CheckpointError, TrainError
+from turnwise.inference.core import AdapterInfo
 from turnwise.trainer.config import PolicyConfig, ScheduleConfig
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.objectives import Objective
@@ -62,6 +64,8 @@ class TorchLearner(Learner):
         self._max_grad_norm = config.optim.max_grad_norm
         self.total_steps = total_steps
         self._bad_steps = 0
+        self._home = policy.device
+        self._away = False
 
     @classmethod
     def create(cls, config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Self:
@@ -72,7 +76,8 @@ class TorchLearner(Learner):
         Args:
             config: Model, optimizer and schedule.
             total_steps: Optimizer steps of the whole run.
-            model_path: Load the model from here instead (a checkpoint).
+            model_path: Load the model from here instead (a checkpoint). With adapters the model is always that of the
+                configuration: a checkpoint holds theirs alone.
 
         Raises:
             TrainError: The model cannot be loaded or trained.
@@ -81,10 +86,11 @@ class TorchLearner(Learner):
         if model.threads is not None:
             torch.set_num_threads(model.threads)
         policy = load_model(
-            model_path or model.path,
+            model.path if model_path is None or model.lora is not None else model_path,
             device=pick_device(model.device),
             compute_dtype=model.compute_dtype,
             gradient_checkpointing=model.gradient_checkpointing,
+            lora=model.lora,
         )
         return cls(policy, config, total_steps)
 
@@ -97,8 +103,9 @@ class TorchLearner(Learner):
             normalizer: What sums are divided by: that of the whole optimizer step (``aggregation.py``).
 
         Raises:
-            TrainError: The normaliser is not above 0.
+            TrainError: The normaliser is not above 0, or a batch does not fit the model.
         """
+        self._check_here("forward_backward")
         if not normalizer > 0:
             raise TrainError(f"the normaliser of a step is {normalizer}; it must be above 0")
         total: Tensor | None = None
@@ -129,6 +136,7 @@ class TorchLearner(Learner):
         Raises:
             TrainError: Too many updates in a row had no finite gradient.
         """
+        self._check_here("optim_step")
         factor = schedule_factor(self.steps, self.total_steps, self._schedule)
         rates = self._optimizers.learning_rates(factor)
         self.steps += 1
@@ -147,15 +155,26 @@ class TorchLearner(Learner):
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+        self._check_here("logprobs")
         with torch.no_grad():
             return [self.policy.forward(batch).logprobs for batch in batches]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor) of all weights, tied ones once. The tensors are live: copy to keep."""
-        return self.policy.named_weights()
+        """Yield (name, tensor) of all weights, tied ones once, or of the adapters. They are live: copy to keep."""
+        return self.policy.named_weights() if self.policy.lora is None else self.policy.lora.tensors()
+
+    @property
+    def adapter(self) -> AdapterInfo | None:
+        """What is exported where the policy has adapters."""
+        return None if self.policy.lora is None else self.policy.lora.info
+
+    def initial_weights(self) -> AbstractContextManager[None] | None:
+        """Return a context without the adapters, where they began at zero; else None."""
+        lora = self.policy.lora
+        return None if lora is None or lora.continued else lora.off()
 
     def save_model(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model in Hugging Face format, with the tokenizer files that it came with.
+        """Write the model in Hugging Face format, adapters added to it, with the tokenizer files that it came with.
 
         Args:
             directory: Where to; made if missing.
@@ -164,13 +183,13 @@ class TorchLearner(Learner):
         self.policy.save_hf(directory, extra=extra)
 
     def save(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model in Hugging Face format and the state of the optimizer beside it.
+        """Write the model in Hugging Face format, or its adapters in peft's, and the state of the optimizer beside it.
 
         Args:
             directory: Where to; made if missing.
             extra: Called with the directory, to add files.
         """
-        self.policy.save_hf(directory, extra=extra)
+        self.policy.save_trained(directory, extra=extra)
         state = {
             "steps": self.steps,
             "skipped": dict(self.skipped),
@@ -197,6 +216,37 @@ class TorchLearner(Learner):
         self.steps = int(state["steps"])
         self.skipped = Counter(state["skipped"])
         self._bad_steps = int(state["bad_steps"])
+
+    def offload(self) -> int:
+        """Move parameters, gradients and the optimizer's state to the CPU; 0 bytes where they are there already."""
+        if self._away or self._home.type == "cpu":
+            return 0
+        self._away = True
+        return self._move(torch.device("cpu"))
+
+    def onload(self) -> int:
+        """Move what was offloaded back; returns the bytes."""
+        if not self._away:
+            return 0
+        self._away = False
+        return self._move(self._home)
+
+    def _move(self, device: torch.device) -> int:
+        moved = 0
+        for tensor in [*self.policy.model.parameters(), *self.policy.model.buffers()]:
+            moved += tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes)
+            # The parameter stays the object that the optimizer and ties know.
+            tensor.data = tensor.data.to(device)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(device)
+        moved += self._optimizers.move(device)
+        if device.type == "cpu":
+            torch.cuda.empty_cache()
+        return moved
+
+    def _check_here(self, what: str) -> None:
+        if self._away:
+            raise TrainError(f"{what} was called while the learner is offloaded to the CPU: call onload() before")
 
     def _skip_bad_step(self, norm: float) -> None:
         self._optimizers.zero_grad()

@@ -105,10 +105,10 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
     run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
     updated = time.monotonic()
 
-    await run.sync_weights()
+    sent = await run.sync_weights()
     synced = time.monotonic()
     seconds = batch.sampled - batch.started
-    metrics |= run.tasks.metrics() | {
+    metrics |= run.tasks.metrics() | sent | {
         "time/rollout_s": seconds,
         "time/update_s": updated - batch.sampled,
         "time/sync_s": synced - updated,

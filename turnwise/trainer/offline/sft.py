@@ -12,7 +12,7 @@ from rich.console import Console
 from turnwise.errors import TrainError
 from turnwise.inference.core import Renderer
 from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.engines import open_learner
 from turnwise.trainer.objectives import CrossEntropyObjective
 from turnwise.trainer.offline.config import SFTConfig
 from turnwise.trainer.offline.core import Batch, OfflineResult, Shown, fit, prepare, save_model, shuffled, told
@@ -48,7 +48,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
     if cut:
         told(console, f"max_tokens_per_row {config.max_tokens_per_row} cuts {cut} assistant tokens off")
     steps = config.steps_over(len(rows), config.conversations)
-    learner = TorchLearner.create(config.policy, steps)
+    learner = open_learner(config.policy, steps)
     objective = CrossEntropyObjective()
 
     def make(chosen: list[int]) -> Batch:

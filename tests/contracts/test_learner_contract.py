@@ -1,0 +1,118 @@
+"""Every learner does what its contract says, and the checker notices one that does not."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.tiny_lm import VOCABULARY, make_model, save_model
+from turnwise.trainer.config import PolicyConfig
+from turnwise.trainer.engines import ENGINES, open_learner
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.learner import Learner, Stats, StepResult
+from turnwise.trainer.learner_checker import check_learner
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "torch": {"optim": {"lr": 1e-3}},
+    "torch-lora": {"optim": {"lr": 1e-2}, "model": {"lora": {"rank": 4}}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_model("qwen3", initializer_range=0.1), tmp_path_factory.mktemp("model"))
+
+
+def settings(model: Path, name: str) -> PolicyConfig:
+    given = SETTINGS[name]
+    if "lora" in name:
+        pytest.importorskip("peft")
+    return PolicyConfig.model_validate({**given, "model": {"path": model, "device": "cpu", **given.get("model", {})}})
+
+
+def maker(model: Path, name: str) -> Callable[[], Learner]:
+    # Copied, not loaded each time: that takes longer than all of the rest.
+    learner = open_learner(settings(model, name), 100)
+    return lambda: copy.deepcopy(learner)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_keeps_the_contract(model: Path, name: str) -> None:
+    assert check_learner(maker(model, name), vocabulary=VOCABULARY) == []
+
+
+def test_every_engine_is_among_them() -> None:
+    assert {name.partition("-")[0] for name in SETTINGS} >= set(ENGINES)
+
+
+class ForgetsGradients(TorchLearner):
+    """Each call begins anew."""
+
+    def forward_backward(self, batches, objective, normalizer) -> Stats:
+        self.policy.model.zero_grad()
+        return super().forward_backward(batches, objective, normalizer)
+
+
+class KeepsGradients(TorchLearner):
+    """They are used again."""
+
+    def optim_step(self) -> StepResult:
+        kept = [None if p.grad is None else p.grad.clone() for p in self.policy.model.parameters()]
+        result = super().optim_step()
+        for parameter, gradient in zip(self.policy.model.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        return result
+
+
+class Averages(TorchLearner):
+    """A mean over micro-batches in the place of the sum."""
+
+    def forward_backward(self, batches, objective, normalizer) -> Stats:
+        return super().forward_backward(batches, objective, normalizer * max(1, len(batches)))
+
+
+class ForgetsTemperature(TorchLearner):
+    """Scores something else than it trains."""
+
+    def logprobs(self, batches) -> list[torch.Tensor]:
+        return [each * 1.1 for each in super().logprobs(batches)]
+
+
+class ForgetsMoments(TorchLearner):
+    """A checkpoint without the optimizer."""
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        for optimizer in self._optimizers.optimizers:
+            optimizer.state.clear()
+
+
+class NamesTwice(TorchLearner):
+    """Tied weights under both names."""
+
+    def export_weights(self):
+        yield from super().export_weights()
+        yield next(iter(super().export_weights()))
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (ForgetsGradients, "small micro-batches and in three calls differ"),
+        (KeepsGradients, "used a gradient a second time"),
+        (Averages, "in one call and in small micro-batches differ"),
+        (ForgetsTemperature, "trained and those that logprobs.. returns differ"),
+        (ForgetsMoments, "the optimizer's state is not whole"),
+        (NamesTwice, "yields a name twice"),
+    ],
+)
+def test_what_breaks_it_is_noticed(model: Path, broken: type[Learner], says: str) -> None:
+    learner = broken.create(settings(model, "torch"), 100)
+    found = check_learner(lambda: copy.deepcopy(learner), vocabulary=VOCABULARY)
+    assert re.search(says, "\n".join(found))

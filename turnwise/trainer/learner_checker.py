@@ -1,0 +1,231 @@
+"""The examination of a learner: whether it does what its contract says (``learner.py``).
+
+Owns: :func:`check_learner`. Refuses: judging speed, and anything that needs more than a few short sequences.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.errors import TurnwiseError
+from turnwise.inference.weights import read_weights, write_weights
+from turnwise.trainer.learner import Learner
+from turnwise.trainer.objectives import CrossEntropyObjective, PolicyObjective
+from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.policy import load_model
+from turnwise.trajectory import TrainSample
+
+_LENGTHS = (9, 14, 6, 11, 7)
+_WHOLE, _SPLIT = 1000, 14
+
+
+@dataclass(frozen=True, slots=True)
+class _Exam:
+    make: Callable[[], Learner]
+    rows: Sequence[TrainRow]
+    tolerance: float
+    home: Path
+
+    def step(self, learner: Learner, budget: int = _WHOLE, *, calls: int = 1) -> float:
+        """Take an optimizer step on all rows, in so many calls; return the loss."""
+        loss, size = 0.0, -(-len(self.rows) // calls)
+        for start in range(0, len(self.rows), size):
+            batches = pack(self.rows[start : start + size], budget)
+            for batch in batches:
+                batch.old_logprobs = batch.rollout_logprobs
+            loss += learner.forward_backward(batches, PolicyObjective(), 10.0).loss
+        learner.optim_step()
+        return loss
+
+    def logprobs(self, learner: Learner, budget: int = _WHOLE) -> Tensor:
+        """Return the log-probabilities of all trained tokens in the order of the rows."""
+        batches = pack(self.rows, budget)
+        found: dict[int, Tensor] = {}
+        for batch, scores in zip(batches, learner.logprobs(batches), strict=True):
+            parts = torch.split(scores.cpu(), [self.rows[index].sample.trained_tokens for index in batch.rows])
+            found |= dict(zip(batch.rows, parts, strict=True))
+        return torch.cat([found[index] for index in sorted(found)])
+
+    def gap(self, one: Tensor, other: Tensor) -> str | None:
+        """Say by how much two results differ, or None where it is no more than rounding."""
+        largest = float((one - other).abs().max())
+        return None if largest <= self.tolerance else f"{largest:.3g} (allowed: {self.tolerance:g})"
+
+
+def check_learner(make: Callable[[], Learner], *, vocabulary: int, tolerance: float = 1e-4) -> list[str]:
+    """Train a learner on a few random rows, and say what of its contract it breaks.
+
+    Checked are: that neither the split into micro-batches nor the number of calls changes a step; that what it scores
+    is what it trains; that scoring and steps without gradient change nothing; that what it exports and writes is the
+    model that it scores; that a checkpoint brings back everything, bit for bit; that offloading loses nothing.
+
+    Args:
+        make: Returns a new learner, each time with the same weights and of the same settings: a learning rate above 0
+            without warm-up, float32.
+        vocabulary: Rows hold ids below this.
+        tolerance: What log-probabilities may differ by where sums are taken in another order.
+
+    Returns:
+        What is wrong, each as a sentence; empty where nothing is. What the learner itself raises is one of them.
+    """
+    random = np.random.default_rng(0)
+    rows = [_row(random, number, length, vocabulary) for number, length in enumerate(_LENGTHS)]
+    found: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        exam = _Exam(make, rows, tolerance, Path(folder))
+        for check in (_splits, _scores, _idle, _exports, _checkpoints, _offloads):
+            try:
+                found += check(exam)
+            except TurnwiseError as error:
+                found.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
+    return found
+
+
+def _splits(exam: _Exam) -> list[str]:
+    found = []
+    ways = {"one call": (_WHOLE, 1), "small micro-batches": (_SPLIT, 1), "three calls": (_SPLIT, 3)}
+    results = []
+    for budget, calls in ways.values():
+        learner = exam.make()
+        before = exam.logprobs(learner, budget)
+        loss = exam.step(learner, budget, calls=calls)
+        results.append((before, torch.tensor(loss), exam.logprobs(learner, budget)))
+    if torch.equal(results[0][0], results[0][2]):
+        found.append("a step with a gradient did not change a single log-probability")
+    names = ("log-probabilities before", "the loss of", "log-probabilities after")
+    for (first, one), (second, other) in pairwise(zip(ways, results, strict=True)):
+        for what, left, right in zip(names, one, other, strict=True):
+            if gap := exam.gap(left, right):
+                found.append(f"{what} a step in {first} and in {second} differ by {gap}")
+    return found
+
+
+def _scores(exam: _Exam) -> list[str]:
+    learner, found = exam.make(), []
+    batches = pack(exam.rows, _SPLIT)
+    scored = learner.logprobs(batches)
+    if any(each.requires_grad for each in scored):
+        found.append("logprobs() returned tensors that require a gradient")
+    if [tuple(each.shape) for each in scored] != [(batch.trained_tokens,) for batch in batches]:
+        return [*found, "logprobs() returned other shapes than [N] of each micro-batch"]
+    trained = learner.forward_backward(batches, CrossEntropyObjective(), 1.0)
+    if gap := exam.gap(torch.tensor(trained.loss), -torch.cat([each.cpu() for each in scored]).sum()):
+        found.append(f"the log-probabilities that are trained and those that logprobs() returns differ by {gap}")
+    if trained.tokens != sum(batch.trained_tokens for batch in batches):
+        found.append(f"forward_backward() counted {trained.tokens} tokens")
+    return found
+
+
+def _idle(exam: _Exam) -> list[str]:
+    learner, found = exam.make(), []
+    before = _exported(learner)
+    exam.logprobs(learner)
+    learner.forward_backward([], PolicyObjective(), 1.0)
+    result = learner.optim_step()
+    if result.skipped != "no_gradient":
+        found.append(f"a step without gradient says skipped={result.skipped!r}, not 'no_gradient'")
+    if learner.steps != 1 or learner.skipped["no_gradient"] != 1:
+        found.append("a step without gradient was not counted, as a step and as skipped")
+    if not _equal(before, _exported(learner)):
+        found.append("scoring and a step without gradient changed weights")
+    exam.step(learner)
+    once = exam.logprobs(learner)
+    learner.optim_step()
+    if not torch.equal(once, exam.logprobs(learner)):
+        found.append("optim_step() used a gradient a second time")
+    return found
+
+
+def _exports(exam: _Exam) -> list[str]:
+    learner, found = exam.make(), []
+    exam.step(learner)
+    exported = list(learner.export_weights())
+    names = [name for name, _ in exported]
+    if len(set(names)) < len(names):
+        return ["export_weights() yields a name twice"]
+    if (adapter := learner.adapter) is not None:
+        want = {f"{target}.{part}.weight" for target in adapter.targets for part in ("lora_A", "lora_B")}
+        if set(names) != want:
+            found.append("export_weights() yields other names than the two factors of each target of its adapter")
+    manifest = write_weights(exported, exam.home / "exported", 1, adapter=adapter)
+    read = read_weights(manifest)
+    if not _equal(_exported(learner), read):
+        found.append("what is exported does not survive being written and read")
+    learner.save_model(exam.home / "model")
+    saved = load_model(exam.home / "model")
+    batches = pack(exam.rows, _WHOLE)
+    with torch.no_grad():
+        scored = torch.cat([saved.forward(batch).logprobs for batch in batches])
+    if gap := exam.gap(scored, torch.cat([each.cpu() for each in learner.logprobs(batches)])):
+        found.append(f"the model that save_model() wrote scores differently: {gap}")
+    if adapter is None and not _equal(dict(saved.named_weights()), read):
+        found.append("export_weights() and save_model() tell of different weights")
+    return found
+
+
+def _checkpoints(exam: _Exam) -> list[str]:
+    learner, found = exam.make(), []
+    for _ in range(2):
+        exam.step(learner)
+    learner.save(exam.home / "checkpoint")
+    saved = _exported(learner)
+    other = exam.make()
+    other.load(exam.home / "checkpoint")
+    if not _equal(saved, _exported(other)):
+        found.append("load() did not bring back the weights bit for bit")
+    if (other.steps, other.skipped) != (learner.steps, learner.skipped):
+        found.append("load() did not bring back the counts of steps")
+    for each in (learner, other):
+        exam.step(each)
+    if not _equal(_exported(learner), _exported(other)):
+        found.append("a step after load() differs from the same step without it: the optimizer's state is not whole")
+    return found
+
+
+def _offloads(exam: _Exam) -> list[str]:
+    learner, other, found = exam.make(), exam.make(), []
+    for each in (learner, other):
+        exam.step(each)
+    away = learner.offload()
+    if not _equal(_exported(learner), _exported(other)):
+        found.append("offload() changed weights")
+    learner.offload()
+    if (back := learner.onload()) != away:
+        found.append(f"offload() moved {away} bytes and onload() {back}")
+    exam.step(learner)
+    exam.step(other)
+    if not _equal(_exported(learner), _exported(other)):
+        found.append("a step after offload() and onload() differs from the same step without them")
+    return found
+
+
+def _exported(learner: Learner) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in learner.export_weights()}
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor.cpu(), other[name]) for name, tensor in one.items())
+
+
+def _row(random: np.random.Generator, number: int, length: int, vocabulary: int) -> TrainRow:
+    mask = np.zeros(length, np.bool_)
+    mask[length // 3 : -1] = True
+    sample = TrainSample(
+        input_ids=random.integers(0, vocabulary, length).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -random.random(length) - 2.0, 0).astype(np.float32),
+        weight_versions=np.where(mask, 0, -1).astype(np.int32),
+        turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        trajectory_id=f"t{number}",
+        group_id="g",
+        leaf=0,
+    )
+    return TrainRow(sample, advantage=1.0 if number % 2 else -0.5, weight=1.0)
