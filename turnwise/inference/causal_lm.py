@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
+from turnwise.inference.adapter_dir import adapter_chain, merge_adapters
 from turnwise.inference.attention import (
     IMPLEMENTATION,
     Attend,
@@ -52,7 +53,7 @@ class CausalLM:
         """Load a checkpoint.
 
         Args:
-            path: Directory in Hugging Face format.
+            path: Directory in Hugging Face format, or that of an adapter, which is merged into its model.
             dtype: ``auto`` (the checkpoint's), ``float32`` or ``bfloat16``.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
@@ -70,12 +71,14 @@ class CausalLM:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         try:
-            config = AutoConfig.from_pretrained(str(path))
+            base, adapters = adapter_chain(path)
+            config = AutoConfig.from_pretrained(str(base))
             _refuse_unsupported(config)
             model = AutoModelForCausalLM.from_pretrained(
-                str(path), config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
+                str(base), config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
             )
-        except (OSError, ValueError, KeyError) as error:
+            merge_adapters(model, adapters)
+        except (OSError, ValueError, KeyError, FormatError) as error:
             raise InferenceError(f"the model {str(path)!r} cannot be loaded: {error}") from error
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._config: Any = self._model.config.get_text_config()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.inference.core import Renderer
-from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.engines import open_learner
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.losses import LossSums
 from turnwise.trainer.losses.preference import dpo_loss, ipo_loss, pair_sums, rpo_term
@@ -107,10 +107,11 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
     if left_out:
         told(console, f"max_tokens_per_row {config.max_tokens_per_row} leaves {left_out} pairs out")
     steps = config.steps_over(len(pairs), config.pairs)
-    learner = TorchLearner.create(config.policy, steps)
+    learner = open_learner(config.policy, steps)
     judge = learner
     if config.reference is not None:
-        judge = TorchLearner.create(config.policy, steps, model_path=config.reference)
+        model = config.model.model_copy(update={"path": config.reference, "lora": None})
+        judge = open_learner(config.policy.model_copy(update={"model": model}), steps)
     reference = reference_sums(judge, pairs, config)
     del judge
 

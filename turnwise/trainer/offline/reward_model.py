@@ -85,6 +85,8 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
         RenderError: The model has no tokenizer.
     """
+    if config.model.lora is not None:
+        raise TrainError("model.lora is given, but a reward model is trained as a whole: remove it")
     target = prepare(config)
     encoder = Encoder(config.model.path)
     pairs = _within(config, _pairs(config, encoder, console), console)
