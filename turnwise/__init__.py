@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from turnwise.trainer.advantages import register_advantage
     from turnwise.trainer.collate import collate_padded
     from turnwise.trainer.config import TrainConfig
+    from turnwise.trainer.engines import register_engine
     from turnwise.trainer.losses import register_loss
     from turnwise.trainer.offline.config import DPOConfig, RewardModelConfig, SFTConfig
     from turnwise.trainer.offline.dpo import run_dpo
@@ -77,6 +78,7 @@ _HOMES = {
     "tasks": ("SourceConfig", "Task", "iter_tasks", "load_tasks"),
     "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
     "trainer.advantages": ("register_advantage",),
+    "trainer.engines": ("register_engine",),
     "trainer.losses": ("register_loss",),
     "trainer.collate": ("collate_padded",),
     "trainer.config": ("TrainConfig",),
@@ -161,6 +163,7 @@ __all__ = [
     "register",
     "register_advantage",
     "register_agent",
+    "register_engine",
     "register_loss",
     "run_dpo",
     "run_eval",

@@ -33,6 +33,7 @@ class ScoringPolicy(Policy):
 
     def __init__(self, model: Any, *, source: Path, config: ModelConfig) -> None:
         """Wrap a model whose trunk was proven to run packed (:func:`load_scoring` does both)."""
+        self.lora = None
         self.model = model
         self.source = source
         self.compute_dtype = config.compute_dtype
