@@ -108,13 +108,17 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
     sent = await run.sync_weights()
     synced = time.monotonic()
     seconds = batch.sampled - batch.started
-    metrics |= run.tasks.metrics() | sent | {
-        "time/rollout_s": seconds,
-        "time/update_s": updated - batch.sampled,
-        "time/sync_s": synced - updated,
-        "time/step_s": synced - batch.started,
-        "time/sampled_tokens_per_s": metrics["rollout/sampled_tokens"] * metrics["batch/trajectories"] / seconds,
-    }
+    metrics |= (
+        run.tasks.metrics()
+        | sent
+        | {
+            "time/rollout_s": seconds,
+            "time/update_s": updated - batch.sampled,
+            "time/sync_s": synced - updated,
+            "time/step_s": synced - batch.started,
+            "time/sampled_tokens_per_s": metrics["rollout/sampled_tokens"] * metrics["batch/trajectories"] / seconds,
+        }
+    )
     run.log(metrics)
     return metrics
 
