@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import environment, lines, silent, train_config
+from support.lookup_run import GROUPS, MEMBERS, environment, lines, silent, train_config
 from turnwise.errors import TrainError
+from turnwise.rollout.batches import read_batches
+from turnwise.rollout.writer import read_trajectories
 from turnwise.trainer.audit import audit_run
 from turnwise.trainer.train import run_train
 
@@ -19,16 +21,36 @@ PLAIN = "support.outside_manager.PlainManager"
 EVAL = {"tasks": "turnwise.envs.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
 
 
+# Greedy rollouts beside the groups, which a manager has to see to, and a penalty that it need not know of.
+ALGORITHM = {"advantage": "remax", "kl": {"coef": 0.05, "estimator": "k2", "where": "reward"}}
+
+
 def test_it_trains_as_the_package_s_own_does(lookup_model: Path, tmp_path: Path) -> None:
-    own = run_train(train_config(lookup_model, tmp_path, name="own", eval=EVAL), console=silent())
+    given = {"eval": EVAL, "algorithm": ALGORITHM}
+    own = run_train(train_config(lookup_model, tmp_path, name="own", **given), console=silent())
     changes = {"rollout": {"agent_loop_manager_class": PLAIN}, "custom": {"at_once": 4}}
-    outside = run_train(train_config(lookup_model, tmp_path, name="outside", eval=EVAL, **changes), console=silent())
+    outside = run_train(train_config(lookup_model, tmp_path, name="outside", **given, **changes), console=silent())
     for part in ("before", "after"):
         ours, theirs = ({kind: figures[kind]["success"] for kind in ("sampled", "greedy")} for figures in
                         (vars_of(own)[part], vars_of(outside)[part]))  # fmt: skip
         assert theirs == ours
     assert rewards(outside.directory) == rewards(own.directory)
     assert audit_run(outside.directory, console=silent()).contradictions == []
+    # One greedy episode for each group of each step: on disk as what it is, in no row.
+    trained = {row.trajectory for row in read_batches(outside.directory / "batches.jsonl").rows}
+    written = [
+        each for each in read_trajectories(outside.directory / "trajectories.jsonl") if each.partition == "train"
+    ]
+    greedy = [each for each in written if each.baseline]
+    assert (len(greedy), len(written)) == (2 * GROUPS, 2 * GROUPS * (MEMBERS + 1))
+    assert {each.metrics["temperature"] for each in greedy} == {0.0}
+    assert trained
+    assert trained.isdisjoint(each.id for each in greedy)
+    [first, second] = [each for each in lines(outside.directory / "metrics.jsonl") if each["kind"] == "train"]
+    assert first["reward/greedy"] == sum(each.reward for each in greedy[:GROUPS]) / GROUPS
+    # The first step samples with the weights of the reference: server and trainer differ by rounding alone.
+    assert 0 <= first["kl/value"] < 1e-6 < second["kl/value"]
+    assert second["kl/penalty"] > 0
 
 
 def vars_of(summary) -> dict:
