@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LOOKUP = HERE.parent / "lookup"
 SMOKE = [
-    "steps=1", "batch.groups=2", "rollout.group_size=4", "eval.limit=4", "eval.samples=1", "checkpoint.every=1",
+    "steps=3", "batch.groups=2", "rollout.group_size=4", "eval.limit=4", "eval.samples=1", "checkpoint.every=1",
 ]  # fmt: skip
 
 

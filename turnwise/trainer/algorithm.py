@@ -13,7 +13,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from turnwise.config import ConfigReference
 from turnwise.errors import RegistryError
-from turnwise.trainer.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGE_DATA, WITHOUT_GROUPS, advantage_fn
+from turnwise.trainer.advantages import (
+    ADVANTAGE_ARGUMENTS,
+    ADVANTAGE_DATA,
+    CRITIC_ADVANTAGES,
+    CRITIC_ARGUMENTS,
+    WITHOUT_GROUPS,
+    advantage_fn,
+)
 from turnwise.trainer.aggregation import LossAggregation
 from turnwise.trainer.correction import CorrectionConfig
 from turnwise.trainer.kl import KLConfig
@@ -187,6 +194,15 @@ class AlgorithmConfig(BaseModel):
         return name
 
     @model_validator(mode="after")
+    def _credit_is_not_given_twice(self) -> Self:
+        if self.asks_critic and self.credit.name != "same":
+            raise ValueError(
+                f"credit is {self.credit.name!r}, but {self.advantage} gives each token credit by what the critic "
+                "expects: remove it (advantage_options.level: turn makes turns its steps)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _turns_are_compared(self) -> Self:
         known = [name for name in COMPARISONS if self.credit.name != "gigpo" or COMPARISONS[name][0]]
         if self.credit.compares and self.advantage not in known:
@@ -234,6 +250,11 @@ class AlgorithmConfig(BaseModel):
         return self
 
     @property
+    def asks_critic(self) -> bool:
+        """Whether advantages come from a critic's values."""
+        return self.advantage in CRITIC_ADVANTAGES
+
+    @property
     def aggregation(self) -> LossAggregation:
         """What the loss is averaged over."""
         return self.loss_aggregation or find_loss(self.loss).aggregation
@@ -263,7 +284,7 @@ class AlgorithmConfig(BaseModel):
             function,
             common | self.advantage_options,
             key="algorithm.advantage_options",
-            arguments=ADVANTAGE_ARGUMENTS,
+            arguments=CRITIC_ARGUMENTS if self.asks_critic else ADVANTAGE_ARGUMENTS,
             data=ADVANTAGE_DATA,
         )
 

@@ -20,6 +20,7 @@ from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
 from turnwise.trainer.lora import LoRAConfig
+from turnwise.types import StopReason
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
@@ -110,6 +111,45 @@ class ScheduleConfig(_Section):
     decay_fraction: Fraction = 0.4
 
 
+class CriticConfig(_Section):
+    """What ``algorithm.advantage: gae`` asks how well it goes from here (``trainer/critic.py``).
+
+    Attributes:
+        kind: ``own``, a model of its own; or ``shared``, a value head on the policy's model, whose loss is added to the
+            policy's and goes through the layers in the same backward pass.
+        path: ``own``: directory of the model that it starts from (same tokenizer), or of a critic that was saved; None
+            is the policy's.
+        optim: How its gradients become updates; of ``shared`` the head's (the layers are the policy's to update).
+        schedule: How its learning rate changes.
+        value_clip: How far a value may move with profit in a train step, in units of reward; None does not clip.
+        coef: ``shared``: weight of its loss beside the policy's; None is 0.5.
+        warmup_steps: In so many first train steps the critic learns alone: the policy stays as it is, and so do the
+            layers that it shares.
+        bootstrap: Stop reasons after which something was still to come: the critic's value of the last state counts as
+            if it had been earned. After all others nothing is: an episode ended, or a limit that is part of its task
+            ended it.
+    """
+
+    kind: Literal["own", "shared"] = "own"
+    path: ConfigPath | None = None
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    schedule: ScheduleConfig = ScheduleConfig()
+    value_clip: PositiveFloat | None = 0.2
+    coef: PositiveFloat | None = None
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    bootstrap: tuple[StopReason, ...] = (StopReason.ENV_TRUNCATED, StopReason.TIMEOUT, StopReason.INTERRUPTED)
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Self:
+        if self.kind == "shared" and self.path is not None:
+            raise ValueError(f"path is {self.path}, but a shared critic is a head on the policy's model: remove it")
+        if self.kind == "own" and self.coef is not None:
+            raise ValueError(f"coef is {self.coef:g}, but an own critic has a loss of its own: remove it, set optim.lr")
+        if never := set(self.bootstrap) & {StopReason.COMPLETED, StopReason.ERROR, StopReason.CANCELLED}:
+            raise ValueError(f"bootstrap holds {min(never)}, after which nothing comes that a critic could foresee")
+        return self
+
+
 class PolicyConfig(_Section):
     """One policy: its model and how it learns.
 
@@ -119,6 +159,7 @@ class PolicyConfig(_Section):
         schedule: How the learning rate changes.
         engine: What computes (``trainer/engines``): a registered name, or a class of your own as ``pkg.mod:Class``.
         engine_options: Options of that engine by name.
+        critic: What ``algorithm.advantage: gae`` reads; it stands here because a critic judges one policy.
     """
 
     model: ModelConfig
@@ -126,6 +167,7 @@ class PolicyConfig(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     engine: ConfigReference = "torch"
     engine_options: dict[str, Any] = Field(default_factory=dict)
+    critic: CriticConfig | None = None
 
     @model_validator(mode="after")
     def _has_an_engine(self) -> Self:
@@ -245,7 +287,7 @@ class TrainConfig(_Section):
         if self.rollout.group_size < 2 and self.algorithm.compares_groups:
             raise ValueError(
                 f"rollout.group_size is 1, and by algorithm.advantage {self.algorithm.advantage} a group of one has "
-                "advantage zero; set at least 2, or an estimator that compares no groups (remax, reinforce_plus_plus)"
+                "advantage zero; set at least 2, or an estimator that compares no groups (gae, remax ...)"
             )
         if self.algorithm.greedy_baseline and self.rollout.group_reward is not None:
             raise ValueError(
@@ -258,6 +300,22 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has {members} trajectories "
                 "(batch.groups x rollout.group_size)"
+            )
+        critic = self.policy.critic
+        if self.algorithm.asks_critic and critic is None:
+            raise ValueError(
+                f"algorithm.advantage is {self.algorithm.advantage}, which asks a critic: give policies.main.critic, "
+                "such as {kind: own}"
+            )
+        if critic is not None and not self.algorithm.asks_critic:
+            raise ValueError(
+                f"policies.main.critic is given, but algorithm.advantage {self.algorithm.advantage} asks none: remove "
+                "it, or set algorithm.advantage to gae"
+            )
+        if critic is not None and self.steps is not None and critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"policies.main.critic.warmup_steps is {critic.warmup_steps} of {self.steps} steps: the policy would "
+                "never learn"
             )
         return self
 
@@ -289,6 +347,16 @@ class TrainConfig(_Section):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, at most: what the learning-rate schedule counts."""
+        return (self.steps - self.critic_alone if self.steps else UNKNOWN_STEPS) * self.updates_per_step
+
+    @property
+    def critic_alone(self) -> int:
+        """Train steps in which the critic alone learns."""
+        return self.policy.critic.warmup_steps if self.policy.critic else 0
+
+    @property
+    def critic_steps(self) -> int:
+        """Optimizer steps of the critic: those of its warm-up count."""
         return (self.steps or UNKNOWN_STEPS) * self.updates_per_step
 
     @property

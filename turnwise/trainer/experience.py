@@ -17,6 +17,7 @@ from turnwise.agents.roles import role_of
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.baselines import greedy_rewards, without_baseline
 from turnwise.trainer.credit import assign, credit_metrics
+from turnwise.trainer.expectations import Expectation, critic_rows
 from turnwise.trainer.kl import penalised
 from turnwise.trainer.packing import TrainRow
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
@@ -87,7 +88,13 @@ def collect(
     return Collected(members, [each.rows for each in found], metrics, baselines)
 
 
-def build_experience(collected: Collected, config: AlgorithmConfig, *, temperature: float) -> Experience:
+def build_experience(
+    collected: Collected,
+    config: AlgorithmConfig,
+    *,
+    temperature: float,
+    expected: Sequence[Expectation] | None = None,
+) -> Experience:
     """Turn members into rows with advantages.
 
     A trajectory is one member of its group, however many branches (rows) it has: all of them carry its advantage, or
@@ -98,12 +105,15 @@ def build_experience(collected: Collected, config: AlgorithmConfig, *, temperatu
         collected: Who is compared, and their rows.
         config: Which estimator, and whether groups without differences are left out.
         temperature: What the rollouts were sampled with.
+        expected: What the critic expects of each member, where the estimator asks one; then nobody is compared.
 
     Raises:
         RegistryError: No such estimator.
         ConfigError: The credit's function cannot be loaded.
         TrainError: A reward, or what a turn is worth, is not finite.
     """
+    if expected is not None:
+        return _from_critic(collected, expected, config, temperature)
     collected = _comparable(collected, config)
     members = collected.members
     if collected.penalties:
@@ -121,10 +131,8 @@ def build_experience(collected: Collected, config: AlgorithmConfig, *, temperatu
             "reward/informative": (len(result.dead) - sum(result.dead)) / max(1, len(result.dead)),
             "batch/groups": float(result.groups),
             "batch/dead_groups": float(result.dead_groups),
-            "batch/rows": float(len(rows)),
-            "batch/trained_tokens": float(sum(row.sample.trained_tokens for row in rows)),
-            "batch/tokens": float(sum(len(row.sample.input_ids) for row in rows)),
         }
+        | _row_metrics(rows)
     )
     return Experience(rows, metrics)
 
@@ -141,6 +149,25 @@ def _comparable(collected: Collected, config: AlgorithmConfig) -> Collected:
         samples=[collected.samples[number] for number in kept],
         metrics=collected.metrics | {"batch/no_baseline": float(len(missing))},
     )
+
+
+def _from_critic(
+    collected: Collected, expected: Sequence[Expectation], config: AlgorithmConfig, temperature: float
+) -> Experience:
+    """Return all rows of the members: whether rewards of a group are equal is nothing to a critic."""
+    rows, worth = critic_rows(
+        collected.members, collected.samples, expected, config, temperature=temperature, penalties=collected.penalties
+    )
+    groups = {"batch/groups": float(len({each.group_id for each in collected.members}))}
+    return Experience(rows, collected.metrics | groups | _row_metrics(rows) | worth)
+
+
+def _row_metrics(rows: Sequence[TrainRow]) -> dict[str, float]:
+    return {
+        "batch/rows": float(len(rows)),
+        "batch/trained_tokens": float(sum(row.sample.trained_tokens for row in rows)),
+        "batch/tokens": float(sum(len(row.sample.input_ids) for row in rows)),
+    }
 
 
 def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:

@@ -30,6 +30,8 @@ class TrainRow:
         weight: Loss weight of each of its trained tokens (see ``aggregation.py``).
         importance: What ``weight`` is multiplied by (``correction.py``): one number, or float32 of shape [tokens].
         temperature: What the logits were divided by when it was sampled; 0 (greedy) counts as 1.
+        values: float32 of shape [tokens], what the critic expected before each; None where there is none.
+        returns: float32 of shape [tokens], what the critic should have expected; NaN where it is not asked.
     """
 
     sample: TrainSample
@@ -37,6 +39,8 @@ class TrainRow:
     weight: float = 1.0
     temperature: float = 1.0
     importance: float | npt.NDArray[np.float32] = 1.0
+    values: npt.NDArray[np.float32] | None = None
+    returns: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +67,8 @@ class MicroBatch:
             forward pass itself (the ratio is then exactly 1).
         ref_logprobs: float32, log-probabilities of the reference policy, or None where nothing reads them.
         selected: bool, what the loss chose of the whole step (``losses.Loss.select``), or None.
+        old_values: float32, the critic's values before the first update of the step, or None without a critic.
+        returns: float32, what a critic learns to say; NaN where it is not asked.
     """
 
     input_ids: Tensor
@@ -80,6 +86,8 @@ class MicroBatch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     selected: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -209,6 +217,8 @@ def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: Laid) -> MicroB
         temperatures=of_tokens([row.temperature or 1.0 for row in chosen]),
         sequences=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(tokens) for tokens in trained])),
         turns=torch.from_numpy(_turns(chosen)),
+        old_values=None if (values := _all_or_none([row.values for row in chosen])) is None else of_tokens(values),
+        returns=None if (returns := _all_or_none([row.returns for row in chosen])) is None else of_tokens(returns),
     )
 
 
@@ -222,6 +232,13 @@ def _predictors(laid: Laid, trained: Sequence[npt.NDArray[np.int64]]) -> list[np
         shifts = np.asarray([laid.segments[segment][0] for segment in path]) - begins
         found.append(tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, side="right") - 1])
     return found
+
+
+def _all_or_none(values: Sequence[npt.NDArray[np.float32] | None]) -> list[npt.NDArray[np.float32]] | None:
+    known = [each for each in values if each is not None]
+    if known and len(known) < len(values):
+        raise TrainError("some rows of a micro-batch have a critic's values or returns, others have none")
+    return known or None
 
 
 def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:

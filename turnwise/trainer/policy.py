@@ -63,14 +63,23 @@ class TokenScores:
     Attributes:
         logprobs: float32 of shape [N]: log-probability of each token under the logits divided by its temperature.
         entropy: float32 of shape [N], of that distribution in nats, or None where it was not asked for.
+        values: float32 of shape [N]: what is to be expected from before each token on, or None without a value head.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
+    values: Tensor | None = None
 
 
 class Policy:
-    """A Hugging Face causal language model with packed forward passes. Dropout is off."""
+    """A Hugging Face causal language model with packed forward passes. Dropout is off.
+
+    Attributes:
+        model: The model.
+        source: The directory that it came from.
+        value_head: Turns states of shape [N, hidden] into values of shape [N], where a critic shares this model
+            (``critic.py``, which trains and saves it). It is no part of the model's own weights.
+    """
 
     def __init__(
         self, model: Any, *, source: Path, compute_dtype: ComputeDtype = "float32", lora: LoRA | None = None
@@ -89,6 +98,7 @@ class Policy:
         self.compute_dtype = compute_dtype
         self._transform = LogitTransform.of(self.model.config.get_text_config().to_dict())
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        self.value_head: nn.Module | None = None
 
     @property
     def device(self) -> torch.device:
@@ -108,6 +118,21 @@ class Policy:
         Raises:
             TrainError: An id that the vocabulary does not have, or segments out of order.
         """
+        states = self.states(batch)
+        with self._autocast():
+            head, ids = self.model.get_output_embeddings(), batch.target_ids.to(states.device)
+            found = score_states(head, states, ids, batch.temperatures, self._transform, entropy=entropy)
+        return TokenScores(*found, values=None if self.value_head is None else self.value_head(states))
+
+    def states(self, batch: MicroBatch) -> Tensor:
+        """Return the last hidden states that predict the trained tokens, shape [N, hidden].
+
+        Args:
+            batch: What to run the model on; tensors may live on another device.
+
+        Raises:
+            TrainError: An id that the vocabulary does not have, or segments out of order.
+        """
         # The last token of a row may be trained and not be read.
         ends = [end for ids in (batch.input_ids, batch.target_ids) for end in ids.aminmax()]
         lowest, highest = int(min(ends)), int(max(ends))
@@ -117,11 +142,11 @@ class Policy:
                 f"{self.vocab_size} entries: the rollout used another tokenizer than this model's"
             )
         device = self.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16"):
-            hidden = self._hidden(batch, device)
-            states = hidden[0].index_select(0, batch.predictors.to(device))
-            head, ids = self.model.get_output_embeddings(), batch.target_ids.to(device)
-            return TokenScores(*score_states(head, states, ids, batch.temperatures, self._transform, entropy=entropy))
+        with self._autocast():
+            return self._hidden(batch, device)[0].index_select(0, batch.predictors.to(device))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.

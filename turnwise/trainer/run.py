@@ -38,6 +38,7 @@ from turnwise.trainer.budget import Budget
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, restore_rng
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
+from turnwise.trainer.critic import Critic
 from turnwise.trainer.data import TaskStream, open_tasks
 from turnwise.trainer.distill import Teacher, check_teacher
 from turnwise.trainer.engines import open_learner
@@ -49,6 +50,9 @@ from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_dig
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 from turnwise.trajectory import Trajectory
+
+CRITIC = "critic"
+"""Where a checkpoint holds the critic."""
 
 COLUMNS = {
     "reward": "reward/mean",
@@ -71,6 +75,7 @@ class TrainRun:
         directory: Where everything is written.
         learner: The trained policy.
         kl: What holds it to a reference, where something does.
+        critic: Who judges it, where the estimator asks one.
         renderer: Messages to ids and back.
         tasks: What is trained on, in order.
         eval_tasks: Held-out tasks; empty where nothing is evaluated.
@@ -97,6 +102,7 @@ class TrainRun:
     directory: Path
     learner: Learner
     kl: KLGuard | None
+    critic: Critic | None
     renderer: Renderer
     tasks: TaskStream
     eval_tasks: list[Task]
@@ -131,7 +137,10 @@ class TrainRun:
     def updating(self, step: int) -> Iterator[None]:
         """Wrap the update of a step: after it the run stands at that step, and what failed inside is not saved."""
         self.torn = True
-        self.learner.total_steps = self.budget.expected_steps() * self.config.updates_per_step
+        steps = self.budget.expected_steps()
+        self.learner.total_steps = max(1, steps - self.config.critic_alone) * self.config.updates_per_step
+        if self.critic is not None:
+            self.critic.total_steps = steps * self.config.updates_per_step
         yield
         self.state.step = step
         self.budget.spend(steps=1)
@@ -189,11 +198,13 @@ class TrainRun:
         """Write a checkpoint of the step that the run stands at."""
         self.state.rng = capture_rng()
         self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
-        self.store.save(
-            self.state,
-            lambda directory: self.learner.save(directory, extra=lambda model: save_format(self.renderer, model)),
-        )
+        self.store.save(self.state, self._write)
         self.saved_step = self.state.step
+
+    def _write(self, checkpoint: Path) -> None:
+        self.learner.save(checkpoint, extra=lambda model: save_format(self.renderer, model))
+        if self.critic is not None:
+            self.critic.save(checkpoint / CRITIC)
 
 
 @contextlib.asynccontextmanager
@@ -245,6 +256,7 @@ class _Start:
     eval_tasks: list[Task]
     learner: Learner
     kl: KLGuard | None
+    critic: Critic | None
     frozen: dict[str, Renderer]
     began: float
 
@@ -276,11 +288,12 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
         console.print(f"tasks: {report}", highlight=False, markup=False)
     learner = open_learner(policy, config.optimizer_steps, model_path=latest)
     guard = KLGuard.open(config, learner, state.kl_coef)
+    critic = Critic.create(policy, learner, config.critic_steps, directory=latest and latest / CRITIC)
     if latest is not None:
         learner.load(latest)
         restore_rng(state.rng)
         console.print(f"resuming {home.path} at step {state.step}", highlight=False)
-    return _Start(store, state, renderer, tasks, eval_tasks, learner, guard, frozen, began)
+    return _Start(store, state, renderer, tasks, eval_tasks, learner, guard, critic, frozen, began)
 
 
 async def _assemble(
@@ -324,6 +337,7 @@ async def _assemble(
         directory=directory,
         learner=start.learner,
         kl=start.kl,
+        critic=start.critic,
         renderer=start.renderer,
         tasks=start.tasks,
         eval_tasks=start.eval_tasks,

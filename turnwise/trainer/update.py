@@ -20,6 +20,7 @@ from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig
 from turnwise.trainer.correction import correct
+from turnwise.trainer.critic import Critic
 from turnwise.trainer.kl import KLTerm, RowKey
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.metrics import update_metrics
@@ -36,6 +37,8 @@ def update_policy(
     *,
     seed: int,
     kl: KLTerm | None = None,
+    critic: Critic | None = None,
+    critic_alone: bool = False,
 ) -> dict[str, float]:
     """Go through the rows of a train step: ``epochs`` times, in ``minibatches`` optimizer steps each.
 
@@ -46,6 +49,8 @@ def update_policy(
         batch: The token budget of a micro-batch, and whether rows share prefixes in it.
         seed: Decides how rows are dealt to minibatches.
         kl: A penalty beside the loss.
+        critic: Who made the advantages, and learns in the same steps.
+        critic_alone: Whether the policy stays as it is.
 
     Returns:
         Metrics as ``metrics.update_metrics`` names them.
@@ -64,7 +69,7 @@ def update_policy(
             selected: dict[RowKey, Tensor] = {}
             if select is not None and old is not None:
                 selected = select_tokens(weighed, old, select, seed=stable_hash("selection", seed, epoch, number))
-            if algorithm.idle_at_zero:
+            if algorithm.idle_at_zero and critic is None:
                 # Rows without advantage count in the normaliser, but no forward pass is spent on them.
                 weighed = [row for row in weighed if np.any(row.advantage)]
             batches = pack(weighed, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
@@ -77,9 +82,13 @@ def update_policy(
                     micro.ref_logprobs = torch.cat([reference[key] for key in keys])
                 if selected:
                     micro.selected = torch.cat([selected[key] for key in keys])
-            stats = learner.forward_backward(batches, objective, normalizer)
-            updates.append((stats, learner.optim_step()))
-    return update_metrics(updates) | prepared.metrics | {"batch/packed_tokens": float(computed)}
+            if critic is None:
+                stats = learner.forward_backward(batches, objective, normalizer)
+                updates.append((stats, learner.optim_step()))
+            elif done := critic.update(learner, batches, objective, normalizer, alone=critic_alone):
+                updates.append(done)
+    metrics = update_metrics(updates) | prepared.metrics | {"batch/packed_tokens": float(computed)}
+    return metrics | ({} if critic is None else critic.metrics())
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def test_defaults_and_shortcuts() -> None:
         ({"policies": {}}, "policies holds nothing"),
         ({"rollout": {"env": {"name": "lookup"}, "group_size": 1}}, "a group of one has advantage zero"),
         ({"algorithm": {"minibatches": 1000}}, "a step has 128 trajectories"),
-        ({"algorithm": {"advantage": "grppo"}}, "known: dr_grpo, gdpo"),
+        ({"algorithm": {"advantage": "grppo"}}, "known: dr_grpo, gae, gdpo"),
         ({"algorithm": {"clip_low": 1.0}}, "clip_low"),
         ({"algorithm": {"dual_clip": 1.0}}, "dual_clip"),
         ({"algorithm": {"kl_coef": 0.1}}, "kl_coef"),

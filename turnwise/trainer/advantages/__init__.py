@@ -38,7 +38,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
 }
 """Estimators by the name that a configuration uses."""
 
-WITHOUT_GROUPS = frozenset({"reinforce_plus_plus", "remax"})
+WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Those that hold a trajectory against something else than the others of its group: a group of one teaches, too."""
 
 
@@ -63,19 +63,24 @@ def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
     return register if function is None else register(function)
 
 
-def advantage_fn(name: str) -> AdvantageFn:
+CRITIC_ARGUMENTS = ("rewards", "values", "turns", "last_values")
+CRITIC_ADVANTAGES: dict[str, Callable[..., list[TokenAdvantages]]] = {"gae": critic_gae}
+"""Estimators that read the values of a critic, by the name that a configuration uses."""
+
+
+def advantage_fn(name: str) -> Callable[..., Any]:
     """Return an estimator by its name, or a user's own by a reference (``pkg.mod:function``).
 
     Raises:
         RegistryError: No such estimator.
     """
-    function: AdvantageFn = find(name, ADVANTAGES, "algorithm.advantage")
+    function: Callable[..., Any] = find(name, {**ADVANTAGES, **CRITIC_ADVANTAGES}, "algorithm.advantage")
     return function
 
 
 __all__ = [
-    "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "WITHOUT_GROUPS", "AdvantageFn", "Advantages",
-    "TokenAdvantages", "advantage_fn", "critic_gae", "dr_grpo", "gae", "gdpo", "gigpo", "gpg", "grpo", "opo", "passk",
-    "register_advantage", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "returns_to_go", "rloo",
-    "token_rewards", "whitened",
+    "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "CRITIC_ADVANTAGES", "CRITIC_ARGUMENTS", "WITHOUT_GROUPS",
+    "AdvantageFn", "Advantages", "TokenAdvantages", "advantage_fn", "critic_gae", "dr_grpo", "gae", "gdpo", "gigpo",
+    "gpg", "grpo", "opo", "passk", "register_advantage", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
+    "returns_to_go", "rloo", "token_rewards", "whitened",
 ]  # fmt: skip

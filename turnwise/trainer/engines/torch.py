@@ -159,6 +159,17 @@ class TorchLearner(Learner):
         with torch.no_grad():
             return [self.policy.forward(batch).logprobs for batch in batches]
 
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return what states are worth before each trained token, where a critic shares this model (``critic.py``).
+
+        Raises:
+            TrainError: There is no value head.
+        """
+        if self.policy.value_head is None:
+            return super().values(batches)
+        with torch.no_grad():
+            return [self.policy.value_head(self.policy.states(batch)) for batch in batches]
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of all weights, tied ones once, or of the adapters. They are live: copy to keep."""
         return self.policy.named_weights() if self.policy.lora is None else self.policy.lora.tensors()

@@ -14,6 +14,7 @@ from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.trainer.distill import distilled
+from turnwise.trainer.expectations import expect
 from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.run import TrainRun
 from turnwise.trainer.update import update_policy
@@ -89,7 +90,11 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
         raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
     if run.kl is not None:
         collected = run.kl.charge(collected, run.learner)
-    experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature)
+    expected = expect(run.critic, collected.members, collected.samples, config.batch)
+    alone = run.critic is not None and run.critic.learns_alone(step)
+    experience = build_experience(
+        collected, config.algorithm, temperature=config.rollout.temperature, expected=expected
+    )
     if run.teacher is not None and config.algorithm.distill is not None:
         scores = await run.teacher.score([row.sample for row in experience.rows])
         experience = distilled(experience, scores, config.algorithm.distill)
@@ -97,7 +102,16 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
         for epoch in range(config.algorithm.epochs):
             run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
         term = None if run.kl is None else run.kl.term(experience.rows)
-        updates = update_policy(run.learner, experience.rows, config.algorithm, config.batch, seed=step, kl=term)
+        updates = update_policy(
+            run.learner,
+            experience.rows,
+            config.algorithm,
+            config.batch,
+            seed=step,
+            kl=term,
+            critic=run.critic,
+            critic_alone=alone,
+        )
         metrics = batch.metrics | updates | experience.metrics
         if run.kl is not None:
             metrics |= run.kl.step(metrics)

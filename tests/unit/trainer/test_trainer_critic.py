@@ -1,0 +1,273 @@
+"""The critic: which layers it moves, alone and with the policy, over any micro-batches, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from support.lookup_run import train_config
+from turnwise.errors import CheckpointError, ConfigError, TrainError
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.attention import LAYOUT_ARGUMENT, PackedLayout
+from turnwise.trainer.config import BatchConfig, CriticConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.critic import VALUE_SUMS, Critic, ValueObjective
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.metrics import meaning
+from turnwise.trainer.objectives import PolicyObjective
+from turnwise.trainer.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.policy import TokenScores
+from turnwise.trainer.update import update_policy
+
+Row = Callable[..., TrainRow]
+Models = Callable[..., Path]
+ALGORITHM = AlgorithmConfig.model_validate({"advantage": "gae", "minibatches": 2})
+
+
+def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, Critic]:
+    config = PolicyConfig(
+        model=ModelConfig(path=path, device="cpu"),
+        optim=OptimConfig(lr=1e-3),
+        critic=CriticConfig.model_validate({"kind": kind, "optim": {"lr": 1e-2}, **critic}),
+    )
+    learner = TorchLearner.create(config, 50)
+    made = Critic.create(config, learner, 50)
+    assert made is not None
+    # From zero every layer under the head would have no gradient in the first step.
+    torch.manual_seed(5)
+    torch.nn.init.normal_(made.head.linear.weight, std=0.1)
+    return learner, made
+
+
+@pytest.fixture
+def rows(row: Row) -> list[TrainRow]:
+    found = []
+    for number, length in enumerate((9, 14, 6, 11)):
+        plain = row(length, 4, seed=number, name=f"t{number}", advantage=(-1.0) ** number)
+        random = np.random.default_rng(number)
+        values, returns = (random.normal(size=length).astype(np.float32) for _ in range(2))
+        returns[-2] = np.nan  # not asked there
+        found.append(dataclasses.replace(plain, values=values, returns=returns))
+    return found
+
+
+def weights(module: Any) -> list[Tensor]:
+    return [each.detach().clone() for each in module.parameters()]
+
+
+def gradients(module: Any) -> list[Tensor]:
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    return found
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+def packed(rows: list[TrainRow], budget: int) -> list[MicroBatch]:
+    batches = pack(rows, budget)
+    for batch in batches:
+        batch.old_logprobs = batch.rollout_logprobs
+    return batches
+
+
+def test_values_are_those_of_the_states_that_predict(model_dir: Models, rows: list[TrainRow]) -> None:
+    learner, critic = make(model_dir(), "shared")
+    [batch] = pack(rows[:1], 100)
+    [values] = critic.values([batch])
+    with torch.no_grad():
+        hidden = learner.policy.model.get_decoder()(input_ids=batch.input_ids, **no_cache(batch)).last_hidden_state[0]
+        wanted = hidden[batch.predictors] @ critic.head.linear.weight[0] + critic.head.linear.bias
+    torch.testing.assert_close(values, wanted, atol=1e-6, rtol=0)
+    scores = learner.policy.forward(batch)
+    assert scores.values is not None
+    torch.testing.assert_close(scores.values, wanted, atol=1e-6, rtol=0)
+    assert torch.equal(learner.values([batch])[0], values)
+    # A head is no weight that a server would want.
+    assert not any("linear" in name for name, _ in learner.export_weights())
+
+
+def no_cache(batch: MicroBatch) -> dict[str, Any]:
+    layout = PackedLayout.of(batch.segments, torch.device("cpu"))
+    return {"position_ids": batch.position_ids, "use_cache": False, LAYOUT_ARGUMENT: layout}
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_alone_it_moves_nothing_of_the_policy(model_dir: Models, rows: list[TrainRow], kind: str) -> None:
+    learner, critic = make(model_dir(), kind)
+    before, head, layers = weights(learner.policy.model), weights(critic.head), weights(critic.policy.model)
+    metrics = update_policy(
+        learner, rows, ALGORITHM, BatchConfig(max_tokens_per_micro_batch=20), seed=1, critic=critic, critic_alone=True
+    )
+    assert same(before, weights(learner.policy.model))
+    assert learner.steps == 0
+    assert critic.steps == 2
+    assert not same(head, weights(critic.head))
+    assert same(layers, weights(critic.policy.model)) is (kind == "shared")
+    assert metrics["train/updates"] == 0
+    assert metrics["critic/loss"] > 0
+    assert metrics["critic/grad_norm"] > 0
+    assert metrics["critic/lr"] == 1e-2
+    assert all(meaning(name) for name in metrics)
+    # Then both.
+    metrics = update_policy(learner, rows, ALGORITHM, BatchConfig(), seed=2, critic=critic)
+    assert not same(before, weights(learner.policy.model))
+    assert (learner.steps, critic.steps) == (2, 4)
+    assert metrics["train/updates"] == 2
+    assert all(meaning(name) for name in metrics)
+
+
+def test_shared_layers_get_both_gradients_and_own_ones_none_of_the_policy(
+    model_dir: Models, rows: list[TrainRow]
+) -> None:
+    learner, critic = make(model_dir(), "shared", coef=0.25)
+    batches, policy = packed(rows, 100), PolicyObjective()
+    model = learner.policy.model
+    learner.forward_backward(batches, policy, 16.0)
+    alone = gradients(model)
+    assert all(not each.any() for each in gradients(critic.head))
+    learner.forward_backward(batches, ValueObjective(0.2), 16.0)
+    value, head = gradients(model), gradients(critic.head)
+    learner.forward_backward(batches, ValueObjective(0.2, coef=0.25, policy=policy), 16.0)
+    for both, one, other in zip(gradients(model), alone, value, strict=True):
+        torch.testing.assert_close(both, one + 0.25 * other, atol=1e-6, rtol=1e-4)
+    for both, other in zip(gradients(critic.head), head, strict=True):
+        torch.testing.assert_close(both, 0.25 * other, atol=1e-7, rtol=1e-5)
+    assert any(each.any() for each in value)
+
+    learner, own = make(model_dir(), "own")
+    update_policy(learner, rows, ALGORITHM, BatchConfig(), seed=2, critic=own)
+    twin, _ = make(model_dir(), "own")
+    update_policy(twin, rows, ALGORITHM, BatchConfig(), seed=2)
+    assert same(weights(learner.policy.model), weights(twin.policy.model))
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[TrainRow], kind: str) -> None:
+    learner, critic = make(model_dir(), kind)
+    found = []
+    for budget in (1, 21, 100):
+        # Sums of gradients, not steps: those of Adam would hide what is different.
+        held: list[Tensor] = []
+
+        def note(held: list[Tensor] = held) -> float:
+            held.extend(gradients(critic.policy.model) + gradients(critic.head))
+            return 0.0
+
+        critic._optim_step = note  # type: ignore[method-assign]
+        learner.optim_step = lambda: None  # type: ignore[assignment,return-value,method-assign]
+        critic.update(learner, packed(rows, budget), PolicyObjective(), 16.0, alone=False)
+        learner.policy.model.zero_grad()
+        found.append((held, critic.metrics()))
+    (whole, figures) = found[-1]
+    assert any(each.any() for each in whole)
+    for split, metrics in found[:-1]:
+        assert {n: metrics[n] for n in VALUE_SUMS} == pytest.approx({n: figures[n] for n in VALUE_SUMS}, abs=1e-6)
+        for got, want in zip(split, whole, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+
+
+def test_asked_of_fewer_tokens_its_loss_is_their_mean(rows: list[TrainRow]) -> None:
+    # 12 of 16 tokens are asked before. Values 0: half the mean square of what should have been said, old values aside.
+    [batch] = pack(rows, 100)
+    assert batch.returns is not None
+    asked = ~batch.returns.isnan()
+    assert (batch.trained_tokens, int(asked.sum())) == (16, 12)
+    found = ValueObjective(None, rate=16 / 12)(batch, TokenScores(torch.zeros(16), values=torch.zeros(16)))
+    mean = 0.5 * float(batch.returns[asked].square().mean())
+    assert float(found.loss) / 16 == pytest.approx(mean, rel=1e-6)
+    assert float(found.sums["critic/loss"]) / 16 == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_what_is_saved_goes_on_bit_for_bit(model_dir: Models, rows: list[TrainRow], tmp_path: Path, kind: str) -> None:
+    learner, critic = make(model_dir(), kind)
+    update_policy(learner, rows, ALGORITHM, BatchConfig(), seed=1, critic=critic)
+    learner.save(tmp_path / "c")
+    critic.save(tmp_path / "c" / "critic")
+    config = PolicyConfig(
+        model=ModelConfig(path=model_dir(), device="cpu"), optim=OptimConfig(lr=1e-3),
+        critic=CriticConfig.model_validate({"kind": kind, "optim": {"lr": 1e-2}}),
+    )  # fmt: skip
+    again = TorchLearner.create(config, 50, model_path=tmp_path / "c")
+    other = Critic.create(config, again, 50, directory=tmp_path / "c" / "critic")
+    again.load(tmp_path / "c")
+    assert other is not None
+    assert other.steps == critic.steps == 2
+    for one, two in ((learner, critic), (again, other)):
+        update_policy(one, rows, ALGORITHM, BatchConfig(), seed=2, critic=two)
+    assert same(weights(critic.head), weights(other.head))
+    assert same(weights(critic.policy.model), weights(other.policy.model))
+    assert same(weights(learner.policy.model), weights(again.policy.model))
+    if kind == "own":
+        # A saved critic is where another run's may start.
+        started = config.model_copy(update={"critic": CriticConfig(path=tmp_path / "c" / "critic")})
+        third = Critic.create(started, again, 50)
+        assert third is not None
+        assert third.steps == 0
+        assert third.head.linear.weight.any()
+    (tmp_path / "c" / "critic" / "critic.pt").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"critic\.pt cannot be read"):
+        other.load(tmp_path / "c" / "critic")
+
+
+def test_a_step_without_a_finite_gradient_is_left_out(model_dir: Models, rows: list[TrainRow]) -> None:
+    learner, critic = make(model_dir(), "own")
+    before = weights(critic.head)
+    bad = [dataclasses.replace(each, returns=np.full_like(each.returns, np.inf)) for each in rows]
+    critic._bad_steps = 8
+    critic.update(learner, pack(bad, 100), PolicyObjective(), 16.0, alone=True)
+    assert critic.steps == 1
+    assert same(before, weights(critic.head))
+    with pytest.raises(TrainError, match=r"10 steps of the critic in a row.*critic\.optim\.lr"):
+        critic.update(learner, pack(bad, 100), PolicyObjective(), 16.0, alone=True)
+
+
+def test_a_shared_critic_needs_a_model_to_share(model_dir: Models) -> None:
+    config = PolicyConfig(model=ModelConfig(path=model_dir()), critic=CriticConfig(kind="shared"))
+    with pytest.raises(TrainError, match=r"kind is shared.*choose own"):
+        Critic.create(config, object(), 1)  # type: ignore[arg-type]
+    assert Critic.create(PolicyConfig(model=ModelConfig(path=model_dir())), object(), 1) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policies": {"main": {"critic": None}}}, "asks a critic: give policies.main.critic"),
+        ({"algorithm": {"advantage": "rloo"}, "rollout": {"group_size": 2}}, "asks none: remove it"),
+        ({"algorithm": {"advantage": "rloo"}}, "a group of one has advantage zero; .* compares no groups"),
+        ({"policies": {"main": {"critic": {"warmup_steps": 5}}}}, "warmup_steps is 5 of 5 steps"),
+        ({"policies": {"main": {"critic": {"kind": "shared", "path": "x"}}}}, "shared critic is a head"),
+        ({"policies": {"main": {"critic": {"coef": 1}}}}, "own critic has a loss of its own"),
+        ({"policies": {"main": {"critic": {"bootstrap": ["completed"]}}}}, "bootstrap holds completed"),
+        ({"algorithm": {"credit": "last"}}, "gives each token credit by what the critic expects"),
+        ({"algorithm": {"advantage_options": {"lam": 1.5}}}, "lam"),
+        ({"algorithm": {"advantage_options": {"lamda": 1}}}, "did you mean .*lam"),
+    ],
+)
+def test_what_does_not_fit_together_is_said_before_work_starts(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    fine: dict[str, Any] = {
+        "steps": 5, "algorithm": {"advantage": "gae"}, "rollout": {"group_size": 1}, "batch": {"groups": 4},
+        "policies": {"main": {"critic": {"kind": "own", "warmup_steps": 2}}},
+    }  # fmt: skip
+    config = train_config(tmp_path, tmp_path, **fine)
+    assert (config.optimizer_steps, config.critic_steps) == (3, 5)
+    merged = {
+        name: {**value, **changes.get(name, {})} if isinstance(value, dict) else value for name, value in fine.items()
+    }
+    with pytest.raises((ValueError, ConfigError), match=message):
+        train_config(tmp_path, tmp_path, **merged)
+
+
+def test_reinforce_plus_plus_takes_groups_of_one(tmp_path: Path) -> None:
+    config = train_config(tmp_path, tmp_path, algorithm={"advantage": "reinforce_plus_plus"}, rollout={"group_size": 1})
+    assert config.rollout.group_size == 1

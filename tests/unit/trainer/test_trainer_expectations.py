@@ -1,0 +1,157 @@
+"""From what a critic says of states to the advantages and returns of rows: time over branches, gaps, open ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise.errors import TrainError
+from turnwise.trainer.advantages import token_rewards
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.config import BatchConfig
+from turnwise.trainer.expectations import expect
+from turnwise.trainer.experience import Collected, Experience, build_experience, collect
+from turnwise.trainer.metrics import meaning
+from turnwise.trainer.packing import MicroBatch, pack
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
+
+
+class Reader:
+    """A critic that expects of a state a tenth of the id that stands there."""
+
+    def __init__(self, *bootstrap: StopReason) -> None:
+        self.bootstrap = bootstrap
+        self.asked = 0
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        self.asked += 1
+        return [batch.input_ids[0, batch.predictors] / 10 for batch in batches]
+
+
+def said(index: int, parent: int, *ids: int) -> Segment:
+    return Segment(index, parent, "context", np.array(ids, np.int32))
+
+
+def sampled(index: int, parent: int, *ids: int) -> Segment:
+    count = len(ids)
+    return Segment(
+        index, parent, "sampled", np.array(ids, np.int32), turn_id=f"t{index}",
+        logprobs=-np.ones(count, np.float32), weight_versions=((0, 0, count),), finish_reason="stop",
+    )  # fmt: skip
+
+
+def interleaved(stop: StopReason = StopReason.COMPLETED, group: str = "g") -> Trajectory:
+    """Two branches that take turns: A samples 21 22, then B samples 41, then A samples 23 and hears 9 at the end.
+
+    A: 5 6 | 21 22 | 7 | 23 | 9, B: 8 | 41.
+    """
+    segments = [
+        said(0, -1, 5, 6), sampled(1, 0, 21, 22), said(2, -1, 8), sampled(3, 2, 41), said(4, 1, 7), sampled(5, 4, 23),
+        said(6, 5, 9),
+    ]  # fmt: skip
+    rewards = [("t1", "step", 1.0), ("t3", "step", 2.0), (None, "score", 4.0)]
+    return Trajectory(f"x-{group}", "e", group, "task", segments=segments, rewards=rewards, stop_reason=stop)
+
+
+def experience(
+    members: list[Trajectory], critic: Reader, *, max_tokens_per_row: int | None = None, **options: object
+) -> tuple[Collected, Experience]:
+    config = AlgorithmConfig.model_validate({
+        "advantage": "gae", "advantage_options": {"whiten": False, "gamma": 0.5, "lam": 1.0, **options},
+    })  # fmt: skip
+    collected = collect([TrajectoryGroup("g", "task", members)], max_tokens_per_row=max_tokens_per_row)
+    expected = expect(critic, collected.members, collected.samples, BatchConfig())  # type: ignore[arg-type]
+    return collected, build_experience(collected, config, temperature=0.7, expected=expected)
+
+
+def by_first_id(found: Experience) -> dict[int, tuple[list[float], list[float], list[float]]]:
+    """Advantages, values and returns of each row, by its first id."""
+    return {
+        int(row.sample.input_ids[0]): tuple(
+            np.round(np.broadcast_to(each, row.sample.loss_mask.shape), 5).tolist()
+            for each in (row.advantage, row.values, row.returns)
+        )
+        for row in found.rows
+    }  # type: ignore[return-value]
+
+
+def test_time_runs_over_branches_and_leaves_out_what_was_not_sampled() -> None:
+    # In time: 21 22 (A), 41 (B), 23 (A). The states before them end in 6, 21, 8 and 7: values 0.6, 2.1, 0.8, 0.7.
+    # Rewards: 1 on 22 (the last of its turn), 2 on 41, the score 4 on 23. At lam = 1 and gamma = 1/2 returns are
+    #   G(23) = 4, G(41) = 2 + 2 = 4, G(22) = 1 + 2 = 3, G(21) = 1.5, and advantages the returns less the values.
+    critic = Reader()
+    _, found = experience([interleaved()], critic)
+    rows = by_first_id(found)
+    assert rows[5][0] == pytest.approx([0, 0, 1.5 - 0.6, 3 - 2.1, 0, 4 - 0.7, 0], abs=1e-5)
+    assert rows[5][1] == pytest.approx([0, 0, 0.6, 2.1, 0, 0.7, 0], abs=1e-5)
+    assert rows[5][2] == pytest.approx([0, 0, 1.5, 3, 0, 4, 0], abs=1e-5)
+    assert rows[8][0] == pytest.approx([0, 4 - 0.8], abs=1e-5)
+    assert rows[8][2] == pytest.approx([0, 4], abs=1e-5)
+    assert {row.temperature for row in found.rows} == {0.7}
+    # Asked of 0.6 2.1 0.8 0.7, came 1.5 3 4 4: means 1.05 and 3.125. What came varies by 4.1875/4 (deviations -1.625
+    # -0.125 0.875 0.875), what it missed (0.9 0.9 3.2 3.3, mean 2.075) by (2 1.175^2 + 1.125^2 + 1.225^2)/4.
+    assert found.metrics["critic/value"] == pytest.approx(1.05)
+    assert found.metrics["critic/return"] == pytest.approx(3.125)
+    missed = 2 * 1.175**2 + 1.125**2 + 1.225**2
+    assert found.metrics["critic/explained_variance"] == pytest.approx(1 - missed / 4.1875, abs=1e-6)
+    assert found.metrics["critic/open_ended"] == 0
+    assert all(meaning(name) for name in found.metrics)
+    assert critic.asked == 1
+
+
+def test_an_open_end_is_worth_what_the_critic_says_of_the_last_state() -> None:
+    # The state after the end of A's row ends in 9: 0.9. G(23) = 4 + 0.45, G(41) = 2 + 2.225, G(22) = 1 + 2.1125.
+    _, found = experience([interleaved(StopReason.MAX_TURNS)], Reader(StopReason.MAX_TURNS))
+    rows = by_first_id(found)
+    assert rows[5][2] == pytest.approx([0, 0, 1.55625, 3.1125, 0, 4.45, 0], abs=1e-5)
+    assert rows[8][2] == pytest.approx([0, 4.225], abs=1e-5)
+    assert found.metrics["critic/open_ended"] == 1
+    # The row that is trained is the one that was sampled: what was asked after it is no part of it.
+    assert [len(row.sample.input_ids) for row in found.rows] == [2, 7]
+    # Where the reason does not leave the end open, or tokens at the end were cut off, nothing is added.
+    _, closed = experience([interleaved(StopReason.MAX_TURNS)], Reader(StopReason.MAX_TOKENS))
+    assert by_first_id(closed)[5][2][5] == 4
+    _, cut = experience([interleaved(StopReason.MAX_TURNS)], Reader(StopReason.MAX_TURNS), max_tokens_per_row=5)
+    # The turn of 23 is in no row: its reward comes with the last token before it, 41: G = 2 + 4, G(22) = 1 + 3.
+    assert by_first_id(cut)[5][2] == pytest.approx([0, 0, 2, 4, 0], abs=1e-5)
+    assert by_first_id(cut)[8][2] == pytest.approx([0, 6], abs=1e-5)
+
+
+def test_asked_once_per_turn_only_first_tokens_have_returns() -> None:
+    # Turns are steps: G = 4, 2 + 2, 1 + 2 for A's last, B's and A's first; values 0.7, 0.8 and 0.6.
+    _, found = experience([interleaved()], Reader(), level="turn")
+    advantages, _, returns = by_first_id(found)[5]
+    assert advantages == pytest.approx([0, 0, 2.4, 2.4, 0, 3.3, 0], abs=1e-5)
+    assert returns[2] == 3
+    assert np.isnan(returns[3])
+    assert returns[5] == 4
+    [batch] = pack(found.rows, 64)
+    assert batch.returns is not None
+    assert batch.returns.isnan().tolist() == [False, True, False, False]
+
+
+def test_no_group_is_left_out() -> None:
+    """Members whose rewards are all equal, and groups of one, are as good as any."""
+    _, found = experience([interleaved(), interleaved(group="other"), interleaved()], Reader())
+    assert found.metrics["batch/rows"] == 6
+    assert found.metrics["batch/groups"] == 2
+
+
+def test_nothing_is_no_failure() -> None:
+    _, found = experience([], Reader())
+    assert found.rows == []
+    assert torch.equal(token_rewards(torch.zeros(0), torch.zeros(0).long()), torch.zeros(0).double())
+
+
+def test_rows_of_a_micro_batch_have_a_critic_or_have_none() -> None:
+    _, found = experience([interleaved()], Reader())
+    plain = build_experience(collect([TrajectoryGroup("g", "t", [interleaved()])]), AlgorithmConfig(
+        drop_zero_variance=False
+    ), temperature=1.0)  # fmt: skip
+    with pytest.raises(TrainError, match="others have none"):
+        pack([found.rows[0], plain.rows[1]], 64)
