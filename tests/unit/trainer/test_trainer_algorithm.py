@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from turnwise.trainer.advantages import ADVANTAGES
 from turnwise.trainer.aggregation import LossAggregation, weigh
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithm import CREDITS, AlgorithmConfig, AnchorState
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import StepResult
@@ -21,6 +21,7 @@ from turnwise.trainer.losses import LOSSES
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.update import update_policy
 
+ROOT = Path(__file__).parents[3]
 Row = Callable[..., TrainRow]
 Models = Callable[..., Path]
 
@@ -33,9 +34,17 @@ def test_the_default_is_ppo_with_the_defaults_of_its_function() -> None:
 
 
 def test_the_page_names_every_algorithm() -> None:
-    page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
+    page = (ROOT / "docs/algorithms.md").read_text()
     named = (*LOSSES, *ADVANTAGES, *get_args(LossAggregation))
-    assert [name for name in named if f"`{name}`" not in page] == []
+    assert [name for name in named if f"`{name}`" not in page] == [], "docs/algorithms.md: a row with formula and paper"
+    examples = sorted(file.stem for file in (ROOT / "examples/algorithms").glob("*.yaml"))
+    assert [name for name in examples if f"[`{name}`](../examples/algorithms/{name}.yaml)" not in page] == []
+
+
+def test_the_page_of_credit_names_every_way() -> None:
+    page = (ROOT / "docs/credit.md").read_text()
+    assert [name for name in CREDITS if f"| `{name}` |" not in page] == []
+    assert [name for name in get_args(AnchorState) if f"`state: {name}`" not in page] == []
 
 
 def test_options_reach_the_function_and_the_loss_brings_its_aggregation() -> None:
