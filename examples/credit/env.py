@@ -2,8 +2,8 @@
 
 Which trade has which tray is nowhere written: a policy finds out by filing. A letter that was filed right is off the
 pile; one that was not goes back under it and costs a turn. Every other letter is a circular: it may go anywhere, and
-sometimes there is a tip for it, which is luck. So an outcome is the sum of many turns, few of which decide anything, and
-most of what outcomes differ by has no reason.
+sometimes there is a tip for it, which is luck. So an outcome is the sum of many turns, of which few decide anything,
+and most of what outcomes differ by has no reason.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Mailroom(Env):
         self.tip = tip
 
     def reset(self, task=None, *, seed=None):
+        self.paid = self.tip if task is None else task.data.get("tip", self.tip)
         self.rng = random.Random(seed)
         pile = self.rng.choices(list(TRADES), k=LETTERS) + [CIRCULAR] * LETTERS
         self.rng.shuffle(pile)
@@ -48,7 +49,7 @@ class Mailroom(Env):
         # Drawn in every turn: whoever files otherwise meets another luck.
         lucky = self.rng.random() < 0.5
         if letter == CIRCULAR:
-            rewards["tip"] = self.tip * lucky
+            rewards["tip"] = self.paid * lucky
         elif tray == TRADES[letter]:
             rewards["filed"] = 1.0 / LETTERS
         else:
@@ -64,7 +65,7 @@ class Mailroom(Env):
         return f"From the {self.pile[0]}."
 
 
-def tasks(n: int = 200, *, name: str = "mail") -> Iterator[Task]:
-    """Yield ``n`` piles. Their letters are drawn when an episode resets."""
+def tasks(n: int = 200, *, name: str = "mail", tip: float = 0.5) -> Iterator[Task]:
+    """Yield ``n`` piles, whose letters are drawn when an episode resets; without tips the reward is what was filed."""
     for index in range(n):
-        yield Task(f"{name}-{index}", "File the letters.")
+        yield Task(f"{name}-{index}", "File the letters.", {"tip": tip})

@@ -82,10 +82,10 @@ def main() -> int:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 1
     print("\nheld-out piles       before    after")
-    for what in ("reward", "success"):
-        for kind in ("sampled", "greedy"):
-            values = [part[kind][what]["mean"] for part in (summary.before, summary.after)]
-            print(f"{what + ', ' + kind:<18} {values[0]:8.3f} {values[1]:8.3f}")
+    for kind in ("sampled", "greedy"):
+        found = [(part or {}).get(kind) for part in (summary.before, summary.after)]
+        if all(found):
+            print(f"filed, {kind:<12}" + " ".join(f"{part['reward']['mean']:8.3f}" for part in found if part))
     print(f"{summary.wall_s:.0f} s wall, {summary.cpu_s:.0f} CPU seconds; everything is in {summary.directory}")
     return 0
 
