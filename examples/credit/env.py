@@ -1,9 +1,8 @@
 """A mailroom: letters come one after the other, and each belongs into the tray of its sender's trade.
 
 Which trade has which tray is nowhere written: a policy finds out by filing. A letter that was filed right is off the
-pile; one that was not goes back under it and costs a turn. Every other letter is a circular: it may go anywhere, and
-sometimes there is a tip for it, which is luck. So an outcome is the sum of many turns, of which few decide anything,
-and most of what outcomes differ by has no reason.
+pile; one that was not goes back under it and costs a turn, and there are more turns than letters, but not many more.
+Circulars go into any tray: those turns teach nothing. So many turns make one outcome, and few of them say why.
 """
 
 from __future__ import annotations
@@ -19,53 +18,49 @@ from turnwise.types import text_of
 TRAYS = ("red", "blue", "green", "white")
 TRADES = {"baker": "green", "miller": "red", "tailor": "white", "smith": "blue", "cooper": "red", "dyer": "green"}
 CIRCULAR = "circular"
-LETTERS = 8
-SPARE = 6
+LETTERS = 16
+SPARE = 8
 
 
 class Mailroom(Env):
-    """Rewards a letter that is filed right with its share of the letters, and a circular with a tip or none.
+    """Rewards each letter that is filed right, on the turn that did it, with its share of the pile."""
 
-    Both are noted on the turn that did it, as ``filed`` and ``tip``. What is to be learned is ``filed``, at most 1.
-    """
-
+    score_range = (0.0, 1.0)
     default_tasks = f"{__file__}:tasks"
 
-    def __init__(self, tip: float = 0.5) -> None:
-        self.tip = tip
-
     def reset(self, task=None, *, seed=None):
-        self.paid = self.tip if task is None else task.data.get("tip", self.tip)
-        self.rng = random.Random(seed)
-        pile = self.rng.choices(list(TRADES), k=LETTERS) + [CIRCULAR] * LETTERS
-        self.rng.shuffle(pile)
+        rng = random.Random(seed)
+        real = rng.choices(list(TRADES), k=LETTERS - LETTERS // 4)
+        pile = real + [CIRCULAR] * (LETTERS // 4)
+        rng.shuffle(pile)
         self.pile = deque(pile)
-        self.left = 2 * LETTERS + SPARE
-        return self.shown(), {"state": self.pile[0]}
+        self.left = LETTERS + SPARE
+        return self.shown(), {"state": self.state()}
 
     def step(self, action):
         letter, tray = self.pile.popleft(), text_of(action).strip()
-        rewards = {"filed": 0.0, "tip": 0.0}
-        # Drawn in every turn: whoever files otherwise meets another luck.
-        lucky = self.rng.random() < 0.5
-        if letter == CIRCULAR:
-            rewards["tip"] = self.paid * lucky
-        elif tray == TRADES[letter]:
-            rewards["filed"] = 1.0 / LETTERS
-        else:
+        right = tray in TRAYS if letter == CIRCULAR else tray == TRADES[letter]
+        if not right:
             self.pile.append(letter)
         self.left -= 1
-        info = {"rewards": rewards}
-        if not self.pile or not self.left:
-            return StepResult("", sum(rewards.values()), not self.pile, bool(self.pile), info)
-        return StepResult(self.shown(), sum(rewards.values()), False, False, info | {"state": self.pile[0]})
+        # A circular is filed as well, but nothing depends on where: it is worth nothing.
+        reward = float(right and letter != CIRCULAR) / (LETTERS - LETTERS // 4)
+        if not self.pile:
+            return StepResult("", reward, True, False, {})
+        if not self.left:
+            return StepResult("", reward, False, True, {})
+        return StepResult(self.shown(), reward, False, False, {"state": self.state()})
 
     def shown(self) -> str:
         """What is said of the letter on top."""
         return f"From the {self.pile[0]}."
 
+    def state(self) -> str:
+        """What the next move depends on: credit by groups of steps compares turns that began in the same state."""
+        return self.pile[0]
 
-def tasks(n: int = 200, *, name: str = "mail", tip: float = 0.5) -> Iterator[Task]:
-    """Yield ``n`` piles, whose letters are drawn when an episode resets; without tips the reward is what was filed."""
+
+def tasks(n: int = 200, *, name: str = "mail") -> Iterator[Task]:
+    """Yield ``n`` piles. Their letters are drawn when an episode resets."""
     for index in range(n):
-        yield Task(f"{name}-{index}", "File the letters.", {"tip": tip})
+        yield Task(f"{name}-{index}", "File the letters.")
