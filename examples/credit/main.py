@@ -55,6 +55,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="name of the run; its directory is runs/NAME (default: credit-seedSEED)")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--warm", type=Path, help="a run whose warm start is taken; by default it is made")
     parser.add_argument("--smoke", action="store_true", help="next to no training")
     parser.add_argument("overrides", nargs="*", help="key=value for train.yaml, such as steps=30")
     arguments = parser.parse_args()
@@ -72,7 +73,7 @@ def main() -> int:
     job = Job("mail", HERE, piles, count=40 if arguments.smoke else 1000, width=64, layers=2)
     warm = ["steps=5", "conversations=8"] if arguments.smoke else []
     try:
-        model = warm_start(job, arguments.runs / name, arguments.seed, console, warm)
+        model = warm_start(job, arguments.warm or arguments.runs / name, arguments.seed, console, warm)
         given = [
             f"name={name}", f"runs={arguments.runs.absolute()}", f"seed={arguments.seed}",
             f"policies.main.model.path={model.absolute()}", *(SMOKE if arguments.smoke else []), *arguments.overrides,
