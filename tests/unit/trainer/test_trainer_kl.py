@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, TrainConfig
 from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.expectations import Expectation
 from turnwise.trainer.experience import Collected, build_experience, collect
 from turnwise.trainer.kl import KLConfig, KLControl, KLTerm, charge, penalised
 from turnwise.trainer.learner import StepResult
@@ -121,6 +123,21 @@ def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
     assert np.asarray(first.advantage)[mask].tolist() == pytest.approx([-0.1875, -0.1875, 0.0625, 0.0625])
     assert np.asarray(second.advantage)[mask].tolist() == pytest.approx([0.0625] * 4)
     assert held.term(found.rows) is None
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_with_a_critic_each_token_pays_for_itself(branches: int) -> None:
+    """A critic that expects nothing: advantages are what is still to come, 1 at the end less what tokens pay."""
+    before = collected(trajectory("a", 1.0, branches=branches))
+    samples = before.samples[0]
+    paid = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).reshape(branches, -1)
+    after = replace(before, penalties={sample.key: paid[number] for number, sample in enumerate(samples)})
+    expected = [Expectation([np.zeros(4 // branches, np.float32) for _ in samples])]
+    config = AlgorithmConfig.model_validate({"advantage": "gae", "advantage_options": {"whiten": False}})
+    found = build_experience(after, config, temperature=1.0, expected=expected)
+    told = np.concatenate([np.asarray(row.advantage)[row.sample.loss_mask] for row in found.rows])
+    # 1 - (0.1 + 0.2 + 0.3 + 0.4), 1 - 0.9, 1 - 0.7, 1 - 0.4.
+    assert told.tolist() == pytest.approx([0.0, 0.1, 0.3, 0.6], abs=1e-6)
 
 
 def test_the_coefficient_goes_on_where_a_checkpoint_left_it(tmp_path: Path) -> None:
