@@ -1,0 +1,136 @@
+"""The trainer on a GPU: the numbers of the CPU, in float32 and as near as bfloat16 comes. Skips where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.config import BatchConfig, PolicyConfig
+from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.policy import ComputeDtype, load_model
+from turnwise.trainer.update import update_policy
+from turnwise.trainer.vocabulary import LogitTransform, score_states
+from turnwise.trajectory import TrainSample
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device on this machine"),
+]
+VOCABULARY = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def rows(lengths: tuple[int, ...] = (40, 33, 18, 9, 40, 7)) -> list[TrainRow]:
+    random = np.random.default_rng(0)
+    made = []
+    for number, length in enumerate(lengths):
+        mask = np.arange(length) >= length // 2
+        sample = TrainSample(
+            input_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
+            loss_mask=mask,
+            rollout_logprobs=np.where(mask, -6.0, 0).astype(np.float32),
+            weight_versions=np.where(mask, 0, -1).astype(np.int32),
+            turn_ids=np.where(mask, 0, -1).astype(np.int32),
+            trajectory_id=f"t{number}",
+            group_id="g",
+            leaf=0,
+        )
+        made.append(TrainRow(sample, advantage=1.0 if number % 2 else -1.0, temperature=0.9))
+    return made
+
+
+def scored(model: Path, device: str, dtype: ComputeDtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probabilities of the trained tokens, and the gradients of their sum."""
+    policy = load_model(model, device=device, compute_dtype=dtype)
+    (batch,) = pack(rows(), 1000)
+    scores = policy.forward(batch, entropy=True)
+    assert scores.entropy is not None
+    (scores.logprobs.sum() + 0.1 * scores.entropy.sum()).backward()
+    found = [p.grad.cpu() for p in policy.model.parameters() if p.grad is not None]
+    assert {each.dtype for each in found} == {torch.float32}
+    return scores.logprobs.detach().cpu(), found
+
+
+def test_a_packed_forward_and_its_gradients_are_those_of_the_cpu(model: Path) -> None:
+    (logprobs, gradients), (want, wanted) = (scored(model, device, "float32") for device in (DEVICE, "cpu"))
+    torch.testing.assert_close(logprobs, want, atol=1e-4, rtol=1e-4)
+    assert len(gradients) == len(wanted) > 10
+    for one, other in zip(gradients, wanted, strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-3
+
+
+def test_bfloat16_is_near_float32(model: Path) -> None:
+    (logprobs, gradients), (want, wanted) = (scored(model, DEVICE, dtype) for dtype in ("bfloat16", "float32"))
+    assert 0 < float((logprobs - want).abs().max()) < 0.3
+    one, other = (torch.cat([each.flatten() for each in found]) for found in (gradients, wanted))
+    assert float(torch.cosine_similarity(one, other, dim=0)) > 0.98
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_train_steps_learn(model: Path, dtype: ComputeDtype, checkpointing: bool) -> None:
+    """Tokens of rows with a positive advantage become likelier, those of the others less likely."""
+    config = PolicyConfig.model_validate(
+        {
+            "model": {
+                "path": str(model),
+                "device": DEVICE,
+                "compute_dtype": dtype,
+                "gradient_checkpointing": checkpointing,
+            },
+            "optim": {"lr": 1e-3},
+        }
+    )
+    learner = TorchLearner.create(config, total_steps=20)
+    (batch,) = pack(rows(), 1000)
+    before = learner.logprobs([batch])[0].cpu()
+    for step in range(10):
+        metrics = update_policy(learner, rows(), AlgorithmConfig(), BatchConfig(), seed=step)
+        assert all(np.isfinite(value) for value in metrics.values())
+    change = learner.logprobs([batch])[0].cpu() - before
+    assert float(change[batch.advantages > 0].mean()) > 0.05
+    assert float(change[batch.advantages < 0].mean()) < -0.05
+
+
+def test_tiles_of_a_large_vocabulary_stay_small_and_exact() -> None:
+    """8,192 tokens and 150,000 ids are 4.6 GiB of logits; a tile is 256 MiB, and three of them are held at most."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 150_000, bias=False, device=DEVICE)
+    states = torch.randn(8192, 64, device=DEVICE, requires_grad=True)
+    ids = torch.randint(0, 150_000, (8192,), device=DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprobs, entropies = score_states(head, states, ids, torch.ones(8192), LogitTransform(), entropy=True)
+    logprobs.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * (1 << 28)
+    assert entropies is not None
+    few = slice(0, 64)
+    logs = head(states[few]).log_softmax(-1).detach()
+    torch.testing.assert_close(logprobs[few].detach(), logs.gather(1, ids[few, None])[:, 0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(entropies[few].detach(), -(logs.exp() * logs).sum(-1), atol=1e-4, rtol=1e-4)
