@@ -1,4 +1,4 @@
-"""Credit per turn learns sooner than one outcome for all turns, from as many episodes: docs/credit.md has three seeds."""
+"""Credit per turn learns sooner than one outcome for all turns, from as many episodes (three seeds: docs/credit.md)."""
 
 from __future__ import annotations
 
