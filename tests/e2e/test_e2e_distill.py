@@ -46,6 +46,7 @@ def test_a_teacher_of_the_same_weights_has_nothing_to_say_at_first(lookup_model:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_student_of_few_demonstrations_becomes_nearly_as_good_as_its_teacher(tmp_path: Path) -> None:
     make_model, teacher = example("make_model"), example("teacher")
     rows = [row for row in asyncio.run(teacher.demonstrations(3000, seed=0)) if right(row["messages"])]

@@ -1,0 +1,100 @@
+"""The example configurations of other objectives, one after the other, on what a tiny model sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.lookup_run import lines, silent, train_config
+from turnwise.config import load_config
+from turnwise.evaluation.config import EvalConfig
+from turnwise.evaluation.standalone import run_eval
+from turnwise.inference.classifier import Classifier
+from turnwise.inference.reward_server import Encoder
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.dry_run import dry_run
+from turnwise.trainer.offline.config import DPOConfig, RewardModelConfig, SFTConfig
+from turnwise.trainer.offline.dpo import run_dpo
+from turnwise.trainer.offline.recorded import spoken
+from turnwise.trainer.offline.reward_model import run_reward_model
+from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.train import run_train
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
+
+
+@pytest.fixture(scope="module")
+def sampled(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the model of a few demonstrations says, and what that is worth to an environment that grades."""
+    out = tmp_path_factory.mktemp("objectives") / "sampled"
+    given = {
+        "model": lookup_model,
+        "out": out,
+        "tasks": "turnwise.envs.lookup:tasks?n=6&split=train",
+        "samples": 4,
+        "greedy": False,
+        "rollout": {
+            "env": {"name": "support.lookup_envs:Graded"},
+            "max_turns": 3,
+            "max_tokens_per_turn": 24,
+        },
+        "inference": {"threads": 1},
+    }
+    run_eval(EvalConfig.model_validate(given), console=silent())
+    return out
+
+
+def example(kind: Any, name: str, model: Path, runs: Path, *overrides: str) -> Any:
+    paths = [f"model.path={model}", f"runs={runs}"]
+    return load_config(kind, EXAMPLES / name, [*paths, "epochs=1", *overrides])
+
+
+def test_what_was_sampled_becomes_better_models(lookup_model: Path, sampled: Path, tmp_path: Path) -> None:
+    rewards = sorted({each.reward for each in read_trajectories(sampled / "trajectories.jsonl")})
+    assert len(rewards) > 1, "the test wants episodes that differ"
+    where = f"trajectories.path={sampled}"
+    good = f"trajectories.min_reward={rewards[-1]}"
+    tuned = run_sft(example(SFTConfig, "rft.yaml", lookup_model, tmp_path, where, good), console=silent())
+    assert (tuned.model / "tokenizer.json").exists()
+    gap = "trajectories.min_gap=0"
+    preferred = run_dpo(example(DPOConfig, "dpo.yaml", tuned.model, tmp_path, where, gap, "pairs=2"), console=silent())
+    assert preferred.metrics["train/updates"] == 1
+
+
+def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, sampled: Path, tmp_path: Path) -> None:
+    overrides = (f"trajectories.path={sampled}", "trajectories.min_gap=0", "pairs=2", "steps=3")
+    config = example(RewardModelConfig, "reward_model.yaml", lookup_model, tmp_path, *overrides)
+    judge = run_reward_model(config, console=silent()).model
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"id": str(n), "prompt": f"Who is number {n}?"}) + "\n" for n in range(2)))
+    scorer = {"liked": {"function": "reward_model", "arguments": {"model_dir": str(judge), "server": {"threads": 1}}}}
+    run_train(
+        train_config(
+            lookup_model,
+            tmp_path,
+            tasks=str(tasks),
+            steps=1,
+            rollout={"env": {"name": "single_turn", "config": {"scorer": scorer}}, "group_size": 2},
+        ),
+        console=silent(),
+    )
+    encoder = Encoder(judge)
+    alone = Classifier(judge, dtype="float32", device="cpu", max_context=None)
+    found = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    assert len(found) == 4
+    for each in found:
+        ((score,),) = alone.forward([encoder.chat(spoken(each), arguments={})])
+        assert each.reward == pytest.approx(score, abs=1e-4)
+    assert any(step.get("reward/by_name/liked") for step in lines(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_the_example_of_distillation_can_start(lookup_model: Path, tmp_path: Path) -> None:
+    given = [f"policies.main.model.path={lookup_model}", f"rollout.frozen.expert.model={lookup_model}"]
+    config = load_config(TrainConfig, EXAMPLES / "distill.yaml", [*given, f"runs={tmp_path}"])
+    found = asyncio.run(dry_run(config))
+    assert [check for check in found.checks if check.outcome != "ok"] == []
