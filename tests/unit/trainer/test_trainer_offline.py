@@ -104,7 +104,7 @@ def test_the_gradient_does_not_depend_on_the_split_and_is_the_plain_one(
     for found, loss in zip(gradients[1:], losses[1:], strict=True):
         assert loss == pytest.approx(losses[0], rel=1e-6)
         for name, grad in found.items():
-            assert torch.allclose(grad, gradients[0][name], atol=1e-6 * largest), name
+            assert torch.allclose(grad, gradients[0][name], atol=5e-6 * largest), name
     # The same from each row alone, with transformers' own forward pass.
     plain = transformers_model(model_dir())
     frozen = transformers_model(model_dir(seed=1))
