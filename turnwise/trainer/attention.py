@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
 
 from turnwise.errors import TrainError
+from turnwise.trainer.flex_attention import flex_tree_attention
 from turnwise.trainer.layout import Bucket, PackedLayout
 from turnwise.trainer.shared_attention import shared_attention
 
@@ -88,9 +89,6 @@ def packed_attention(
     if plain and query.device.type == "cpu":
         return shared_attention(query, key, value, layout, scaling), None
     if layout.is_tree and query.device.type == "cuda":
-        # Imported where it is used: FlexAttention brings the compiler along, which takes a second.
-        from turnwise.trainer.flex_attention import flex_tree_attention
-
         return flex_tree_attention(query, key, value, layout, scaling, window, softcap, s_aux), None
     return _by_paths(query, key, value, layout, scaling, window, softcap, s_aux), None
 

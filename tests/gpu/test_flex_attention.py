@@ -1,0 +1,37 @@
+"""Trees on a GPU: FlexAttention, compiled, against attention written out over each path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turnwise.trainer.attention import _by_paths
+from turnwise.trainer.flex_attention import flex_tree_attention
+from turnwise.trainer.layout import PackedLayout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (50, None), (None, 20.0)])
+def test_outputs_and_gradients_equal_attention_over_each_path(window: int | None, cap: float | None) -> None:
+    """A prompt of 300 tokens with completions, one of which forks again, and a row of its own: blocks of all kinds."""
+    lengths = [(300, -1), (90, 0), (140, 0), (1, 2), (77, 2), (200, 0), (129, -1)]
+    segments, start = [], 0
+    for length, parent in lengths:
+        segments.append((start, length, parent))
+        start += length
+    layout = PackedLayout.of(segments, torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = [torch.randn(1, heads, start, 64, device="cuda", generator=generator) for heads in (8, 2, 2)]
+    weight = torch.randn(1, start, 8, 64, device="cuda", generator=generator)
+    found = []
+    for way in (flex_tree_attention, _by_paths):
+        given = [each.clone().requires_grad_() for each in made]
+        out = way(*given, layout, None, window, cap, None)
+        found.append((out.detach(), *torch.autograd.grad((out * weight).sum(), given)))
+    for name, got, want in zip(("out", "query", "key", "value"), *found, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
