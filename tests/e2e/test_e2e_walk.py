@@ -59,10 +59,10 @@ def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Pa
     files = {str(file.relative_to(walk)) for file in walk.iterdir()}
     assert files == {
         "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.jsonl", "ledger.jsonl",
-        "batches.jsonl", "checkpoints", "logs",
+        "batches.jsonl", "checkpoints", "logs", "diagnostics.jsonl",
     }  # fmt: skip
     [summary] = [yaml.safe_load((walk / "summary.json").read_text())]
-    assert set(summary) == {"steps", "before", "after", "wall_s", "cpu_s"}
+    assert set(summary) == {"steps", "before", "after", "wall_s", "cpu_s", "ended_by", "spent"}
     assert summary["steps"] == 3
     assert summary["wall_s"] > 0
     assert summary["cpu_s"] > 0
@@ -77,7 +77,7 @@ def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Pa
 
 def test_every_step_is_logged_with_documented_metrics(walk: Path) -> None:
     records = lines(walk / "metrics.jsonl")
-    assert [(r["kind"], r["step"]) for r in records] == [
+    assert [(r["kind"], r["step"]) for r in records if r["kind"] != "warning"] == [
         ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("inference", 3),
     ]  # fmt: skip
     for record in steps_of(walk):
@@ -88,6 +88,17 @@ def test_every_step_is_logged_with_documented_metrics(walk: Path) -> None:
         assert record["gap/max"] < 1e-4
         assert record["train/ratio"] == pytest.approx(1, abs=1e-4)
         assert [name for name in record if name not in ("kind", "step") and meaning(name) is None] == []
+        # Every sampled token is trained, or its reason to be dropped is counted.
+        dropped = sum(value for name, value in record.items() if name.startswith("dropped/"))
+        sampled = record["rollout/sampled_tokens"] * record["batch/trajectories"]
+        assert record["batch/trained_tokens"] + dropped == pytest.approx(sampled)
+    found = lines(walk / "diagnostics.jsonl")
+    assert [(record["kind"], record["step"]) for record in found] == [("gap", 1), ("gap", 2), ("gap", 3)]
+    for record, step in zip(found, steps_of(walk), strict=True):
+        assert sum(turn["tokens"] for turn in record["turns"]) == step["train/tokens"]
+        assert max(turn["max"] for turn in record["turns"]) == pytest.approx(step["gap/max"])
+        assert record["largest"][0]["gap"] == pytest.approx(step["gap/max"])
+        assert record["largest"][0]["turn_id"].startswith("t")
 
 
 def test_what_crossed_the_wire_is_what_was_recorded_and_trained(walk: Path) -> None:

@@ -42,6 +42,13 @@ METRICS: dict[str, str] = {
     "credit/silent_turns": "share of turns (credit tokens: tokens) with advantage 0",
     "credit/first": "mean |advantage| of first turns (tokens)",
     "credit/last": "mean |advantage| of last turns (tokens)",
+    "dropped/failed_tokens": "sampled tokens of trajectories that an error ended",
+    "dropped/dead_tokens": "sampled tokens of groups that teach nothing, or have no baseline",
+    "dropped/cut_tokens": "sampled tokens for which batch.max_tokens_per_row left no room",
+    "dropped/left_out_tokens": "sampled tokens that the agent's own account of its episode leaves out",
+    "tools/calls": "tool calls per trajectory",
+    "tools/error_rate": "share of tool calls that were answered by an error",
+    "tools/error_rate_by/*": "the same of one tool; (unknown) are calls of tools that are not there",
     "replay/wait_s": "seconds that the trainer waited for rollouts",
     "replay/left": "finished groups that wait",
     "replay/failed": "members of the batch's groups that an error ended",
@@ -60,6 +67,7 @@ METRICS: dict[str, str] = {
     "train/grad_norm": "global gradient norm before clipping, mean over the updates that changed the weights",
     "train/updates": "optimizer steps that changed the weights",
     "train/skipped_updates": "optimizer steps left out (no gradient, or none that is finite)",
+    "train/non_finite_updates": "those of them whose gradient was not finite",
     "distill/reverse_kl": "mean of log p_student - log p_teacher over sampled tokens: estimates KL(student || teacher)",
     "distill/gap_max": "largest magnitude of the same on a token, bounded to 20",
     "distill/unscored_tokens": "trained tokens beyond the teacher's context: of them it says nothing",
@@ -81,6 +89,7 @@ METRICS: dict[str, str] = {
     "gap/mean": "mean |trainer - rollout| of the log-probabilities before the first update of the step",
     "gap/max": "largest |trainer - rollout| of these",
     "gap/kl": "k3 estimate of KL(rollout || trainer) from the same tokens",
+    "gap/worst_turn": "largest mean of these among the turns of one number; diagnostics.jsonl has all turns and tokens",
     "kl/value": "estimate of KL(policy || reference) per trained token (algorithm.kl.estimator)",
     "kl/coef": "what the KL penalty was weighted by in this step",
     "kl/penalty": "what the KL penalty took from a trajectory's reward, mean (algorithm.kl.where: reward)",
@@ -120,6 +129,9 @@ def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, flo
         "train/updates": float(len(done)),
         "train/skipped_updates": float(len(updates) - len(done)),
     }
+    bad = sum(result.skipped == "non_finite" for _, result in updates)
+    if bad:
+        metrics["train/non_finite_updates"] = float(bad)
     if done:
         metrics["train/grad_norm"] = math.fsum(result.grad_norm for result in done) / len(done)
     if updates:

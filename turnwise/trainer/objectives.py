@@ -13,6 +13,7 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.diagnostics.gap import GapWatch
 from turnwise.trainer.kl import KLTerm
 from turnwise.trainer.losses import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
 from turnwise.trainer.losses.kl import kl_penalty
@@ -45,11 +46,13 @@ class PolicyObjective:
         loss: The loss with its options.
         entropy_coef: Weight of the entropy bonus.
         kl: Estimator and weight of a KL penalty against the batch's ``ref_logprobs``, or None.
+        watch: Told of every token's log-probabilities, where somebody wants to know which of them differ.
     """
 
     loss: Chosen = PPO_CLIP
     entropy_coef: float = 0.0
     kl: tuple[str, float] | None = None
+    watch: GapWatch | None = None
 
     @classmethod
     def of(cls, config: AlgorithmConfig, kl: KLTerm | None = None) -> Self:
@@ -90,6 +93,8 @@ class PolicyObjective:
         gap = logprob_gap(logprobs, rollout)
         result.sums |= gap.sums
         result.maxima |= gap.maxima
+        if self.watch is not None:
+            self.watch.note(batch.rows, batch.sequences, logprobs, rollout)
         if entropy is not None:
             result.sums["entropy"] = entropy.detach().sum()
             if self.entropy_coef:

@@ -4,8 +4,8 @@ Owns: :class:`TrainRun` (what a loop works with) and :func:`open_run`. Refuses: 
 loop's (``loops/``), and which loop runs (``train.py``).
 
 A run directory holds ``config.yaml``, ``run.json`` (how many processes worked on it and what they cost, the first
-evaluation), ``metrics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batches.jsonl``, ``checkpoints/``,
-``logs/`` and at the end ``summary.json``.
+evaluation), ``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batches.jsonl``,
+``checkpoints/``, ``logs/`` and at the end ``summary.json``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.credit import load_credit
 from turnwise.trainer.critic import Critic
 from turnwise.trainer.data import TaskStream, open_tasks
+from turnwise.trainer.diagnostics.gap import Gaps
+from turnwise.trainer.diagnostics.report import Diagnostics
 from turnwise.trainer.distill import Teacher, check_teacher
 from turnwise.trainer.engines import open_learner
 from turnwise.trainer.learner import Learner
@@ -47,23 +49,13 @@ from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
 from turnwise.trainer.reference import KLGuard
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest, cpu_seconds
+from turnwise.trainer.run_display import run_display
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 CRITIC = "critic"
 """Where a checkpoint holds the critic."""
-
-COLUMNS = {
-    "reward": "reward/mean",
-    "informative": "reward/informative",
-    "turns": "rollout/turns",
-    "success": "eval/sampled",
-    "greedy": "eval/greedy",
-    "tok/s": "time/sampled_tokens_per_s",
-    "gap": "gap/max",
-    "s": "time/step_s",
-}
 
 
 @dataclass(slots=True)
@@ -90,6 +82,7 @@ class TrainRun:
         state: Where the run stands.
         budget: What the run may spend, and what it has spent.
         teacher: Whom the policy is distilled from, if anybody.
+        diagnostics: What is found besides metrics.
         first_eval: Figures of the first evaluation.
         last_eval: Figures of the last one.
         last_error: What ended the last episode that ended in an error.
@@ -116,6 +109,7 @@ class TrainRun:
     display: LiveDisplay
     state: TrainerState
     budget: Budget
+    diagnostics: Diagnostics
     teacher: Teacher | None = None
     first_eval: dict[str, Any] | None = None
     last_eval: dict[str, Any] | None = None
@@ -178,6 +172,13 @@ class TrainRun:
         self.metrics.log({"kind": "train", "step": self.state.step, **self.state.metrics})
         self.display.step(self.state.step, {**self.state.metrics, **self.shown}, share=self.budget.nearest[1])
         self.shown = {}
+
+    def diagnose(self, gaps: Gaps, groups: Sequence[TrajectoryGroup]) -> None:
+        """Write down where trainer and server differ in the step that the run stands at, and say what is amiss."""
+        step = self.state.step
+        for warned in self.diagnostics.step(step, self.state.metrics, gaps, groups):
+            self.metrics.log({"kind": "warning", "step": step, "name": warned.name, "text": warned.text})
+            self.display.say(f"warning: step {step}: {warned.text}")
 
     async def evaluate(self, label: str) -> EvalResult | None:
         """Evaluate on the held-out tasks and log the figures; None where there are none."""
@@ -307,8 +308,8 @@ async def _assemble(
     stack.callback(batches.close)
     metrics = JSONLLogger(directory / "metrics.jsonl")
     stack.callback(metrics.close)
-    writer = SharedMemoryWriter()
-    stack.callback(writer.close)
+    diagnostics = stack.enter_context(contextlib.closing(Diagnostics(directory, config, start.renderer)))
+    writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await _launch(config, directory, start.frozen, stack)
     buffer = LocalReplayBuffer(order="id")
     run: TrainRun
@@ -331,7 +332,7 @@ async def _assemble(
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)
     budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
-    display = stack.enter_context(_display(config, budget, state.step, console))
+    display = stack.enter_context(run_display(config, budget, state.step, console))
     run = TrainRun(
         config=config,
         directory=directory,
@@ -352,15 +353,11 @@ async def _assemble(
         state=state,
         budget=budget,
         teacher=Teacher.of(config.algorithm.distill, servers.frozen),
+        diagnostics=diagnostics,
         counted_until=start.began,
         saved_step=state.step,
     )
     return run
-
-
-def _display(config: TrainConfig, budget: Budget, done: int, console: Console) -> LiveDisplay:
-    share = budget.nearest[1]
-    return LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, begun=share)
 
 
 @dataclass(frozen=True, slots=True)

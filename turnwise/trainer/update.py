@@ -7,7 +7,7 @@ making rows (``experience.py``), waiting for groups, logging and weight sync (th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig
 from turnwise.trainer.correction import correct
 from turnwise.trainer.critic import Critic
+from turnwise.trainer.diagnostics.gap import GapWatch
 from turnwise.trainer.kl import KLTerm, RowKey
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.metrics import update_metrics
@@ -39,6 +40,7 @@ def update_policy(
     kl: KLTerm | None = None,
     critic: Critic | None = None,
     critic_alone: bool = False,
+    watch: GapWatch | None = None,
 ) -> dict[str, float]:
     """Go through the rows of a train step: ``epochs`` times, in ``minibatches`` optimizer steps each.
 
@@ -51,6 +53,7 @@ def update_policy(
         kl: A penalty beside the loss.
         critic: Who made the advantages, and learns in the same steps.
         critic_alone: Whether the policy stays as it is.
+        watch: Told of the tokens of the first update, whose weights are those that sampled.
 
     Returns:
         Metrics as ``metrics.update_metrics`` names them.
@@ -82,10 +85,14 @@ def update_policy(
                     micro.ref_logprobs = torch.cat([reference[key] for key in keys])
                 if selected:
                     micro.selected = torch.cat([selected[key] for key in keys])
+            watching = objective
+            if watch is not None and not watch.noted:
+                watch.packed(weighed)
+                watching = replace(objective, watch=watch)
             if critic is None:
-                stats = learner.forward_backward(batches, objective, normalizer)
+                stats = learner.forward_backward(batches, watching, normalizer)
                 updates.append((stats, learner.optim_step()))
-            elif done := critic.update(learner, batches, objective, normalizer, alone=critic_alone):
+            elif done := critic.update(learner, batches, watching, normalizer, alone=critic_alone):
                 updates.append(done)
     metrics = update_metrics(updates) | prepared.metrics | {"batch/packed_tokens": float(computed)}
     return metrics | ({} if critic is None else critic.metrics())

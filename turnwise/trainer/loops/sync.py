@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
+from turnwise.trainer.diagnostics.counts import dropped_tokens, tool_metrics
+from turnwise.trainer.diagnostics.gap import GapWatch
 from turnwise.trainer.distill import distilled
 from turnwise.trainer.expectations import expect
 from turnwise.trainer.experience import build_experience, collect
@@ -98,6 +100,7 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
     if run.teacher is not None and config.algorithm.distill is not None:
         scores = await run.teacher.score([row.sample for row in experience.rows])
         experience = distilled(experience, scores, config.algorithm.distill)
+    watch = GapWatch()
     with run.updating(step):
         for epoch in range(config.algorithm.epochs):
             run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch)
@@ -111,6 +114,7 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
             kl=term,
             critic=run.critic,
             critic_alone=alone,
+            watch=watch,
         )
         metrics = batch.metrics | updates | experience.metrics
         if run.kl is not None:
@@ -121,19 +125,19 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
 
     sent = await run.sync_weights()
     synced = time.monotonic()
+    gaps = watch.found()
+    metrics |= run.tasks.metrics() | sent | gaps.metrics() | tool_metrics(batch.groups)
+    metrics |= dropped_tokens(batch.groups, collected.members, collected.samples, experience.rows)
     seconds = batch.sampled - batch.started
-    metrics |= (
-        run.tasks.metrics()
-        | sent
-        | {
-            "time/rollout_s": seconds,
-            "time/update_s": updated - batch.sampled,
-            "time/sync_s": synced - updated,
-            "time/step_s": synced - batch.started,
-            "time/sampled_tokens_per_s": metrics["rollout/sampled_tokens"] * metrics["batch/trajectories"] / seconds,
-        }
-    )
+    metrics |= {
+        "time/rollout_s": seconds,
+        "time/update_s": updated - batch.sampled,
+        "time/sync_s": synced - updated,
+        "time/step_s": synced - batch.started,
+        "time/sampled_tokens_per_s": metrics["rollout/sampled_tokens"] * metrics["batch/trajectories"] / seconds,
+    }
     run.log(metrics)
+    run.diagnose(gaps, batch.groups)
     return metrics
 
 

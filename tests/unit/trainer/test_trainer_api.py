@@ -1,0 +1,220 @@
+"""What becomes of a program's objects: names, files and keys of a configuration."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import turnwise
+from support.lookup_envs import Graded
+from turnwise.agents import Agent, rollout
+from turnwise.config import load_config
+from turnwise.errors import ConfigError, RegistryError, TaskError
+from turnwise.references import reference_to
+from turnwise.tasks import SourceConfig, Task, load_tasks
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms import ALGORITHMS, Algorithm, as_algorithm
+from turnwise.trainer.api import Trainer
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.datasets import task_config
+from turnwise.trainer.losses import LossSums
+
+BASE: dict[str, Any] = {"steps": 3, "policies": {"main": {"model": {"path": "m"}}}}
+
+
+@rollout
+async def asks(task, llm) -> float:
+    return 0.0
+
+
+class Acts(Agent):
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    async def run(self, episode) -> None:
+        return None
+
+
+def own_loss(logprobs, old_logprobs, advantages, weights):
+    return LossSums((weights * -advantages * logprobs).sum())
+
+
+def twenty_rows():
+    return ({"prompt": str(n)} for n in range(20))
+
+
+def needs(n):
+    return [{"prompt": "x"}] * n
+
+
+def test_objects_become_names(tmp_path: Path) -> None:
+    trainer = Trainer({**BASE, "runs": tmp_path}, "seed=4", env=Graded, agent=asks, model="other", n_runners=7)
+    config = trainer.plan(None, twenty_rows).config
+    assert config.rollout.env.name == "support.lookup_envs:Graded"
+    assert config.rollout.agent.name == f"{__name__}:asks"
+    assert (config.name, config.seed, config.rollout.concurrency) == ("asks", 4, 7)
+    assert config.policy.model.path == Path.cwd() / "other"
+    assert config.tasks == f"{__name__}:twenty_rows"
+    assert not list(tmp_path.iterdir())
+    named = Trainer(BASE, agent={"name": Acts, "config": {"size": 3}}, env="lookup", name="r").plan().config
+    assert named.rollout.agent.name == f"{__name__}:Acts"
+    assert (named.rollout.agent.config, named.rollout.env.name, named.name) == ({"size": 3}, "lookup", "r")
+    # An agent alone brings its own reward; what a configuration says stays.
+    assert Trainer(BASE, agent=Acts).plan().config.rollout.env.name == "task"
+    said = {**BASE, "rollout": {"env": {"name": "lookup"}}}
+    assert Trainer(said).plan(Acts()).config.rollout.env.name == "lookup"
+
+
+def test_a_file_and_a_checked_configuration_are_taken_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("name: x\nsteps: 3\npolicies: {main: {model: {path: m}}}\nrollout: {env: {name: lookup}}\n")
+    config = load_config(TrainConfig, file)
+    assert Trainer(file).plan().config == config
+    assert Trainer(config).plan().config == config
+    assert Trainer(str(file), "steps=5").plan().config.steps == 5
+    with pytest.raises(ConfigError, match=r"rollout\.max_turnz \(override"):
+        Trainer(file, "rollout.max_turnz=5").plan()
+    with pytest.raises(ConfigError, match=r"algorithm\.minibatchez"):
+        Trainer(file).plan(turnwise.GRPO(minibatchez=5))
+
+
+def test_a_named_algorithm_replaces_the_formula_and_keeps_the_rest() -> None:
+    section = {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "epochs": 2, "credit": "last"}
+    trainer = Trainer({**BASE, "algorithm": section}, env="lookup", name="r")
+    config = trainer.plan(turnwise.GRPO(minibatches=4)).config.algorithm
+    assert (config.loss, config.clip_low, config.clip_high) == ("ppo_clip", None, None)
+    assert (config.epochs, config.minibatches, config.credit.name) == (2, 4, "last")
+    # An unnamed one lays its keys over what is there.
+    config = trainer.plan(Algorithm(clip_high=5e-4)).config.algorithm
+    assert (config.loss, config.clip_low, config.clip_high) == ("gspo", 3e-4, 5e-4)
+    assert trainer.plan(turnwise.RLOO(loss=own_loss)).config.algorithm.loss == f"{__name__}:own_loss"
+
+
+NEEDED = {"DrGRPO": {"loss_scale": 64.0}, "GDPO": {"advantage_options": {"reward_weights": {"a": 1.0}}}}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_named_algorithm_is_a_configuration(name: str) -> None:
+    trainer = Trainer(BASE, env="lookup", name="r")
+    made = ALGORITHMS[name](**NEEDED.get(name, {}))
+    config = trainer.plan(made).config.algorithm
+    assert made.settings.items() <= {**config.model_dump(), **NEEDED.get(name, {})}.items()
+    assert re.search(r"arXiv:\d{4}\.\d{5}", ALGORITHMS[name].__doc__ or "")
+    assert vars(turnwise.trainer.algorithms)[name] is getattr(turnwise, name)
+
+
+def test_what_is_an_algorithm() -> None:
+    class Object:
+        async def run(self, training) -> None: ...
+
+    async def function(training, val_dataset) -> None: ...
+
+    for given in (Object(), function, "grpo", turnwise.GRPO, {"epochs": 2}, AlgorithmConfig(epochs=2)):
+        assert isinstance(as_algorithm(given), Algorithm)
+    assert as_algorithm(AlgorithmConfig(epochs=2)).settings == {"epochs": 2}
+
+    class Blocking:
+        def run(self, training) -> None: ...
+
+    class Wants:
+        async def run(self, store) -> None: ...
+
+    for given, said in [
+        (Blocking(), "Blocking: its run is not async"),
+        (Wants(), "Wants: its run wants store; it may name training, train_dataset, val_dataset"),
+        ("grop", "'grop' is none of GRPO"),
+        (3, "the algorithm is 3: give turnwise.GRPO()"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            as_algorithm(given)
+
+
+def test_what_cannot_be_found_again_is_refused() -> None:
+    class Local(Agent):
+        async def run(self, episode) -> None: ...
+
+    with pytest.raises(ConfigError, match="stands inside a function"):
+        Trainer(BASE, agent=Local).plan()
+    with pytest.raises(ConfigError, match=r"Acts is an object with a state of its own.*config"):
+        Trainer(BASE).plan(Acts(size=3))
+    assert Trainer(BASE).plan(Acts()).config.rollout.agent.name == f"{__name__}:Acts"
+    with pytest.raises(ConfigError, match="names something else"):
+        reference_to(type("own_loss", (), {"__module__": __name__, "__qualname__": "own_loss"}), "thing")
+    with pytest.raises(ConfigError, match="has no name"):
+        reference_to(5, "thing")
+    with pytest.raises((ConfigError, RegistryError), match="lookpu"):
+        Trainer(BASE, env="lookpu", agent="raect").plan(turnwise.GRPO(loss="lookpu"))
+
+
+def test_rows_become_a_file_that_is_called_after_them(tmp_path: Path) -> None:
+    rows = [Task("a", "one", {"n": 1}, env="lookup"), {"prompt": "two", "n": 2}]
+    source = task_config(iter(rows), tmp_path, name="train")
+    first, second = load_tasks(source)
+    assert (first, second.prompt, second.data) == (rows[0], "two", {"n": 2})
+    assert task_config(rows, tmp_path, name="train") == source
+    assert task_config(rows[:1], tmp_path, name="train") != source
+    assert len(list((tmp_path / "datasets").iterdir())) == 2
+    # The row is the agent's: it may lack a prompt.
+    [row] = load_tasks(task_config([{"question": "q"}], tmp_path, name="val", whole_rows=True))
+    assert (row.prompt, row.data) == ("", {"question": "q"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "rows.jsonl",
+        SourceConfig(source="a.jsonl", limit=3),
+        {"source": "a.jsonl"},
+        ["a.jsonl", {"source": "b.jsonl"}],
+    ],
+)
+def test_sources_stay_what_they_are(source, tmp_path: Path) -> None:
+    assert task_config(source, tmp_path, name="train") == source
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        ([], "the train dataset holds no row"),
+        ([{"prompt": "x"}, 5], r"train dataset: row 1 is 5: a row is a turnwise\.Task or a dict"),
+        ([{"prompt": "x", "when": object()}], r"row 0 cannot be written as JSON .*field 'when'"),
+        ({"train": [], "test": []}, r"a mapping of 'train', 'test': give one of its parts"),
+        (7, "the train dataset is 7: give rows"),
+        (needs, r"cannot be called without arguments.*pkg\.module:function\?n=200"),
+    ],
+)
+def test_what_is_no_dataset_is_named(dataset, said, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=said):
+        task_config(dataset, tmp_path, name="train")
+
+
+def test_what_is_read_by_index_is_read(tmp_path: Path) -> None:
+    class Indexed:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}][index]
+
+    assert [each.data["n"] for each in load_tasks(task_config(Indexed(), tmp_path, name="train"))] == [1, 2]
+
+
+def test_what_stands_in_the_program_that_runs_is_named_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    script = tmp_path / "mine.py"
+    script.write_text("raise RuntimeError('run a second time')\n")
+    exec("class Mine(Base): pass", vars(program) | {"Base": Graded}, vars(program))
+    # In a notebook there is no file: only this process finds it.
+    assert reference_to(program.Mine, "environment") == "__main__:Mine"
+    program.__file__ = str(script)
+    trainer = Trainer(BASE, env=program.Mine)
+    assert trainer.plan().config.rollout.env.name == f"{script.resolve()}:Mine"

@@ -1,0 +1,302 @@
+"""Training from Python: :class:`Trainer`.
+
+Owns: how objects of a program (an environment's class, an agent's function, rows, an algorithm) become a
+configuration, and :meth:`Trainer.fit`. Refuses: running anything (``train.py``). What is given becomes names and files
+first, so the run directory holds a configuration that the command line goes on with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from pydantic import BaseModel
+from rich.console import Console
+
+from turnwise.agents.core import Agent
+from turnwise.agents.registry import AgentMaker
+from turnwise.config import load_config
+from turnwise.envs.core import Env
+from turnwise.errors import ConfigError, shown
+from turnwise.references import reference_to
+from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms import Algorithm, as_algorithm, call_run
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.datasets import Dataset, task_config
+from turnwise.trainer.dry_run import DryRun, dry_run
+from turnwise.trainer.run import TrainRun
+from turnwise.trainer.train import TrainSummary, run_train, train
+from turnwise.trainer.training import Training
+
+Config: TypeAlias = "TrainConfig | Mapping[str, Any] | str | Path | Sequence[str | Path]"
+Named: TypeAlias = "str | type[Any] | Mapping[str, Any] | Any"
+
+# Environment of agents that bring their own reward.
+_OWN_REWARD: Final = "task"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What :meth:`Trainer.fit` will do.
+
+    Attributes:
+        config: The configuration.
+        algorithm: What runs in it.
+    """
+
+    config: TrainConfig
+    algorithm: Algorithm
+
+    async def run(self, run: TrainRun) -> None:
+        """Run the algorithm on the parts of a run."""
+        await call_run(self.algorithm.run, repr(self.algorithm), Training(run))
+
+
+class Trainer:
+    """Trains a policy, from a program.
+
+    Everything may stand in the configuration; what is given here is laid over it.
+
+    Args:
+        config: A :class:`~turnwise.trainer.config.TrainConfig`, its keys as a mapping, or a YAML file (or several).
+        *overrides: ``key=value`` texts as on the command line.
+        algorithm: What :meth:`fit` trains with unless it is told otherwise.
+        agent: The agent: a registered name or reference, an ``Agent`` class, a ``@rollout`` function, or
+            ``{"name": any of these, "config": {...}}``.
+        env: The environment, in the same forms.
+        model: Directory of the Hugging Face model that is trained.
+        name: Name of the run; its directory is ``runs/NAME``. By default it is called after the agent or environment.
+        n_runners: How many episodes run at the same time (``rollout.concurrency``).
+        console: Where progress is shown; by default standard error.
+
+    Raises:
+        ConfigError: One of these is not what it should be.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *overrides: str,
+        algorithm: Any = None,
+        agent: Named | None = None,
+        env: Named | None = None,
+        model: str | Path | None = None,
+        name: str | None = None,
+        n_runners: int | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._config = config
+        self._overrides = overrides
+        self._algorithm = None if algorithm is None else as_algorithm(algorithm)
+        self._agent, self._env = agent, env
+        self._options = {"policies.main.model.path": model, "name": name, "rollout.concurrency": n_runners}
+        self._console = console
+
+    def fit(
+        self,
+        algorithm: Any = None,
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        *,
+        fresh: bool = False,
+    ) -> TrainSummary:
+        """Train until the budget is spent; go on from the last checkpoint where the run has one.
+
+        Ctrl-C ends the run in order, with a checkpoint of the last finished step; the same call goes on from there, and
+        so does ``turnwise train runs/NAME/config.yaml`` (an algorithm of your own aside, which only this call knows).
+
+        Args:
+            algorithm: What is learned, and how: ``turnwise.GRPO()``, a name, an object with ``async def run``, an async
+                function; by default what the configuration says. An agent may stand in its place, as
+                Agent-Lightning has it.
+            train_dataset: Tasks or dicts, a Hugging Face dataset, a generator, a function or a source as ``tasks:``
+                takes it; by default what the configuration says.
+            val_dataset: The same, held out and evaluated.
+            fresh: Begin anew, whatever the run directory holds.
+
+        Raises:
+            ConfigError: Something cannot be used, or an event loop runs already (await :meth:`fit_async` then).
+            TurnwiseError: Why the run cannot start, or cannot go on.
+            KeyboardInterrupt: The run was interrupted; it can be resumed.
+        """
+        _check_no_loop()
+        plan = self.plan(algorithm, train_dataset, val_dataset)
+        return run_train(plan.config, fresh=fresh, console=self._console, loop=plan.run)
+
+    async def fit_async(
+        self,
+        algorithm: Any = None,
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        *,
+        fresh: bool = False,
+    ) -> TrainSummary:
+        """Train as :meth:`fit` does, in the event loop that runs (a notebook, a service).
+
+        Where it is cancelled the last finished step gets a checkpoint, and the same call goes on from there.
+
+        Raises:
+            TurnwiseError: Why the run cannot start, or cannot go on.
+        """
+        plan = self.plan(algorithm, train_dataset, val_dataset)
+        return await train(plan.config, fresh=fresh, console=self._console, loop=plan.run)
+
+    async def dry_run(
+        self, algorithm: Any = None, train_dataset: Dataset | None = None, val_dataset: Dataset | None = None
+    ) -> DryRun:
+        """Check all that :meth:`fit` would read, without starting anything (``turnwise train --dry-run``).
+
+        Raises:
+            ConfigError: The arguments make no configuration.
+        """
+        return await dry_run(self.plan(algorithm, train_dataset, val_dataset).config)
+
+    def plan(
+        self, algorithm: Any = None, train_dataset: Dataset | None = None, val_dataset: Dataset | None = None
+    ) -> Plan:
+        """Return what :meth:`fit` would do; rows in memory are written beside the run (``runs/datasets``).
+
+        Raises:
+            ConfigError: The arguments make no configuration.
+            TaskError: A row of a dataset cannot be used.
+        """
+        agent = self._agent
+        if is_agent(algorithm):
+            algorithm, agent = None, algorithm
+        chosen = self._algorithm if algorithm is None else as_algorithm(algorithm)
+        named = None if agent is None else _named(agent, "agent")
+        env = None if self._env is None else _named(self._env, "environment")
+        said = {
+            **{key: value for key, value in self._options.items() if value is not None},
+            **_spec("rollout.agent", named),
+            **_spec("rollout.env", env),
+            **({} if chosen is None else _algorithm_keys(chosen)),
+        }
+        defaults = self._defaults(named, env, chosen)
+        # Where rows are written is known from the configuration; their files are not in it yet.
+        unknown = {} if val_dataset is None else {"eval.tasks": "val"}
+        first = self._load(defaults, {**said, **unknown})
+        whole_rows = first.rollout.env.name == _OWN_REWARD
+        for key, label, dataset in (("tasks", "train", train_dataset), ("eval.tasks", "val", val_dataset)):
+            if dataset is not None:
+                said[key] = task_config(dataset, first.runs, name=label, whole_rows=whole_rows)
+        return Plan(self._load(defaults, said), Algorithm() if chosen is None else chosen)
+
+    def _defaults(
+        self, agent: dict[str, Any] | None, env: dict[str, Any] | None, algorithm: Algorithm | None
+    ) -> dict[str, Any]:
+        """Return what stands below the configuration."""
+        called = (agent or env or {"name": "run"})["name"]
+        short = str(called).rpartition(":")[2].lower()
+        name = "".join(letter if letter.isalnum() else "-" for letter in short).strip("-") or "run"
+        below: dict[str, Any] = {"name": name}
+        if agent is not None:
+            below["rollout"] = {"env": {"name": _OWN_REWARD}}
+        for key, value in ({} if algorithm is None else algorithm.sections).items():
+            _put(below, key.split("."), _plain(value, key))
+        return below
+
+    def _load(self, defaults: Mapping[str, Any], said: Mapping[str, Any]) -> TrainConfig:
+        overrides = [f"{key}={json.dumps(_plain(value, key))}" for key, value in said.items()]
+        config, files = self._config, None
+        if isinstance(config, TrainConfig):
+            config = config.model_dump()
+        if isinstance(config, Mapping):
+            defaults = _merged(defaults, config)
+        else:
+            files = config
+        return load_config(TrainConfig, files, [*self._overrides, *overrides], defaults)
+
+
+def is_agent(given: Any) -> bool:
+    """Whether what stands first in ``fit`` is an agent, and no algorithm."""
+    return (isinstance(given, (Agent, AgentMaker)) and not isinstance(given, Algorithm)) or (
+        isinstance(given, type) and issubclass(given, Agent)
+    )
+
+
+def _named(given: Named, what: str) -> dict[str, Any]:
+    """Return name and configuration of an environment or agent that is given in any form."""
+    config: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        unknown = sorted(given.keys() - {"name", "config"})
+        if unknown or "name" not in given:
+            raise ConfigError(f"{what} {shown(given)}: a mapping holds name and, if it is wished, config")
+        given, config = given["name"], dict(given.get("config") or {})
+    if isinstance(given, str):
+        return {"name": given, "config": config}
+    if isinstance(given, (Agent, Env)):
+        return {"name": reference_to(_class_of(given, what), what), "config": config}
+    return {"name": reference_to(given, what), "config": config}
+
+
+def _class_of(given: Agent | Env, what: str) -> type[Any]:
+    """Return the class of an object, where making it anew makes the same: it is made in the run, from its name."""
+    cls = type(given)
+    try:
+        same = vars(cls()) == vars(given)
+    except TypeError:
+        same = False
+    if not same:
+        raise ConfigError(
+            f"{what} {cls.__qualname__} is an object with a state of its own, and the run makes its own one: give "
+            f'{{"name": {cls.__qualname__}, "config": {{...}}}} with the arguments of its constructor'
+        )
+    return cls
+
+
+def _spec(key: str, named: dict[str, Any] | None) -> dict[str, Any]:
+    if named is None:
+        return {}
+    return {f"{key}.name": named["name"], **({f"{key}.config": named["config"]} if named["config"] else {})}
+
+
+def _algorithm_keys(algorithm: Algorithm) -> dict[str, Any]:
+    """Return the keys that an algorithm says; those of another formula go back to their defaults."""
+    fields = AlgorithmConfig.model_fields
+    forgotten = {name: fields[name].get_default(call_default_factory=True) for name in algorithm.replaces}
+    return {f"algorithm.{name}": value for name, value in {**forgotten, **algorithm.settings}.items()}
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Return a value as JSON says it; classes and functions by their references."""
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump(), key)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, key) for item in value]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    return reference_to(value, key)
+
+
+def _put(below: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        below = below.setdefault(key, {})
+    below[keys[-1]] = value
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _check_no_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigError(
+        "Trainer.fit() was called while an event loop runs. In a notebook or an async function write 'await "
+        'trainer.fit_async(...)\'; in a file that a run loads, put the call under if __name__ == "__main__"'
+    )

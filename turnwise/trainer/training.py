@@ -1,0 +1,128 @@
+"""What an algorithm of one's own works with.
+
+Owns: :class:`Training`: the parts of a run, in the steps that an algorithm is made of. Refuses: the parts themselves
+(``run.py``) and what a train step does (``loops/sync.py``): whoever calls it gets all of it, so that every run is
+recorded, resumed and audited alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from turnwise.errors import TrainError
+from turnwise.evaluation.result import EvalResult
+from turnwise.rollout.core import RolloutRequest
+from turnwise.tasks import Task
+from turnwise.trainer.budget import Budget
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.loops.sync import Batch, finish_step, roll_out, train_on, train_sync
+from turnwise.trainer.run import TrainRun
+from turnwise.trajectory import TrajectoryGroup
+
+
+class Training:
+    """A run that is being trained.
+
+    The configured loop is ``while not training.finished: await training.learn(await training.rollouts())``.
+
+    Attributes:
+        run: The parts of the run, for what this class does not offer.
+    """
+
+    def __init__(self, run: TrainRun) -> None:
+        self.run = run
+        self._open: Batch | None = None
+        self._asked = 0
+
+    @property
+    def config(self) -> TrainConfig:
+        """What was asked for."""
+        return self.run.config
+
+    @property
+    def step(self) -> int:
+        """Train steps done, those before a resume included."""
+        return self.run.state.step
+
+    @property
+    def budget(self) -> Budget:
+        """What may be spent, and what is."""
+        return self.run.budget
+
+    @property
+    def finished(self) -> bool:
+        """Whether the budget is spent."""
+        return self.run.budget.ended is not None
+
+    @property
+    def train_tasks(self) -> list[Task]:
+        """What is trained on; of a streamed source those that are in memory now."""
+        return self.run.tasks.ahead()
+
+    @property
+    def val_tasks(self) -> list[Task]:
+        """What is held out; empty where nothing is evaluated."""
+        return list(self.run.eval_tasks)
+
+    async def loop(self) -> None:
+        """Train by the configured loop until the budget is spent."""
+        await train_sync(self.run)
+
+    async def rollouts(
+        self, tasks: Sequence[Task] | None = None, *, group_size: int | None = None
+    ) -> list[TrajectoryGroup]:
+        """Roll out, and return the finished groups, in the order of their ids.
+
+        Args:
+            tasks: Tasks to roll out, each as one group; by default the next ``batch.groups`` ones of the run's order.
+            group_size: Episodes of each; by default ``rollout.group_size``.
+
+        Raises:
+            TrainError: There is no task.
+            InferenceError: The inference server died twice.
+        """
+        size = group_size or self.config.rollout.group_size
+        if tasks is None:
+            greedy = self.config.algorithm.greedy_baseline
+            requests = self.run.tasks.take(self.config.batch.groups, size, greedy_baseline=greedy)
+        else:
+            # The number of the call stands in the ids: the same task may be asked for again in a step.
+            self._asked += 1
+            tag = f"step{self.step + 1}.{self._asked}"
+            greedy = self.config.algorithm.greedy_baseline
+            epoch = self.run.tasks.epoch
+            requests = [RolloutRequest(task, epoch, size, tag=tag, greedy_baseline=greedy) for task in tasks]
+        if not requests:
+            raise TrainError(f"step {self.step + 1}: rollouts() was given no task")
+        self._open = await roll_out(self.run, requests)
+        return list(self._open.groups)
+
+    async def learn(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Train one step on groups: advantages, updates, new weights on the servers, metrics, and as configured an
+        evaluation and a checkpoint.
+
+        Args:
+            groups: What :meth:`rollouts` returned, or part of it, or several of its answers together. Rewards may have
+                been changed (``trajectory.rewards``; what is on disk says what the episode earned); tokens may not.
+
+        Returns:
+            The metrics of the step (docs/metrics.md).
+
+        Raises:
+            TrainError: Every episode ended in an error.
+        """
+        batch, self._open = self._open, None
+        if batch is None:
+            raise TrainError("learn() comes after rollouts(): nothing was rolled out since the last step")
+        metrics = await train_on(self.run, replace(batch, groups=list(groups)))
+        await finish_step(self.run)
+        return metrics
+
+    async def evaluate(self, label: str | None = None) -> EvalResult | None:
+        """Evaluate on the held-out tasks and log the figures; None where there are none."""
+        return await self.run.evaluate(label or f"step-{self.step}-own")
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step."""
+        self.run.save()
