@@ -78,13 +78,7 @@ def update_policy(
             batches = pack(weighed, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
             computed += sum(micro.tokens for micro in batches)
             for micro in batches:
-                keys = [_key(weighed[index]) for index in micro.rows]
-                if old is not None:
-                    micro.old_logprobs = torch.cat([old[key] for key in keys])
-                if reference is not None:
-                    micro.ref_logprobs = torch.cat([reference[key] for key in keys])
-                if selected:
-                    micro.selected = torch.cat([selected[key] for key in keys])
+                _fill(micro, weighed, old, reference, selected)
             watching = objective
             if watch is not None and not watch.noted:
                 watch.packed(weighed)
@@ -96,6 +90,23 @@ def update_policy(
                 updates.append(done)
     metrics = update_metrics(updates) | prepared.metrics | {"batch/packed_tokens": float(computed)}
     return metrics | ({} if critic is None else critic.metrics())
+
+
+def _fill(
+    micro: MicroBatch,
+    rows: Sequence[TrainRow],
+    old: Mapping[RowKey, Tensor] | None,
+    reference: Mapping[RowKey, Tensor] | None,
+    selected: Mapping[RowKey, Tensor],
+) -> None:
+    """Give a micro-batch what is known of its rows besides themselves."""
+    keys = [_key(rows[index]) for index in micro.rows]
+    if old is not None:
+        micro.old_logprobs = torch.cat([old[key] for key in keys])
+    if reference is not None:
+        micro.ref_logprobs = torch.cat([reference[key] for key in keys])
+    if selected:
+        micro.selected = torch.cat([selected[key] for key in keys])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ algorithm of the user's calls in an order of its own (``training.py``).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from turnwise.agents.roles import TRAINED
@@ -128,17 +128,21 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
     gaps = watch.found()
     metrics |= run.tasks.metrics() | sent | gaps.metrics() | tool_metrics(batch.groups)
     metrics |= dropped_tokens(batch.groups, collected.members, collected.samples, experience.rows)
+    metrics |= _times(batch, updated, synced, metrics)
+    run.log(metrics)
+    run.diagnose(gaps, batch.groups)
+    return metrics
+
+
+def _times(batch: Batch, updated: float, synced: float, metrics: Mapping[str, float]) -> dict[str, float]:
     seconds = batch.sampled - batch.started
-    metrics |= {
+    return {
         "time/rollout_s": seconds,
         "time/update_s": updated - batch.sampled,
         "time/sync_s": synced - updated,
         "time/step_s": synced - batch.started,
         "time/sampled_tokens_per_s": metrics["rollout/sampled_tokens"] * metrics["batch/trajectories"] / seconds,
     }
-    run.log(metrics)
-    run.diagnose(gaps, batch.groups)
-    return metrics
 
 
 async def finish_step(run: TrainRun) -> None:
