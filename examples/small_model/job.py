@@ -62,6 +62,9 @@ def run(job: Job, description: str | None) -> int:
     parser.add_argument("--name", help=f"name of the run; its directory is runs/NAME (default: {job.name}-seedSEED)")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--fresh", action="store_true", help="remove an earlier run of this name first")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="FILE", help="a file over train.yaml, beside it or by its path"
+    )
     parser.add_argument("overrides", nargs="*", help="key=value for train.yaml, such as steps=60")
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -72,6 +75,7 @@ def run(job: Job, description: str | None) -> int:
         shutil.rmtree(directory)
     try:
         model = warm_start(job, directory, arguments.seed, console, job.warm)
+        files = [job.home / file for file in ("train.yaml", *arguments.also)]
         overrides = [
             f"name={name}",
             f"runs={arguments.runs.absolute()}",
@@ -79,7 +83,7 @@ def run(job: Job, description: str | None) -> int:
             f"policies.main.model.path={model.absolute()}",
             *arguments.overrides,
         ]
-        summary = run_train(load_config(TrainConfig, job.home / "train.yaml", overrides), console=console)
+        summary = run_train(load_config(TrainConfig, files, overrides), console=console)
     except TurnwiseError as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 1

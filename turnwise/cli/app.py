@@ -13,7 +13,21 @@ from collections.abc import Sequence
 import typer
 
 from turnwise import __version__
-from turnwise.cli import audit, check_env, dpo, evaluate, gateway, mcp, reward_model, runner, serve, sft, train, view
+from turnwise.cli import (
+    audit,
+    check_env,
+    dpo,
+    evaluate,
+    export,
+    gateway,
+    mcp,
+    reward_model,
+    runner,
+    serve,
+    sft,
+    train,
+    view,
+)
 from turnwise.errors import TurnwiseError
 from turnwise.extensions import load_extensions
 
@@ -30,6 +44,7 @@ app.command("sft")(sft.command)
 app.command("dpo")(dpo.command)
 app.command("reward-model")(reward_model.command)
 app.command("eval")(evaluate.command)
+app.command("export")(export.command)
 app.command("serve")(serve.command)
 app.command("gateway")(gateway.command)
 app.command("runner")(runner.command)

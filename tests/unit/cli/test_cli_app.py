@@ -14,7 +14,7 @@ import pytest
 import turnwise
 from turnwise.cli import main
 
-COMMANDS = ("train", "sft", "eval", "serve", "gateway", "view", "audit", "check-env", "version")
+COMMANDS = ("train", "sft", "eval", "export", "serve", "gateway", "view", "audit", "check-env", "version")
 
 
 def run(*arguments: str) -> int:

@@ -1,0 +1,36 @@
+"""The main job with adapters: equal success, and servers that are sent the adapters alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
+
+
+@pytest.mark.long
+def test_adapters_learn_to_use_the_tools_and_are_all_that_is_sent(tmp_path: Path) -> None:
+    command = [sys.executable, str(MAIN), "--also", "lora.yaml", "--runs", str(tmp_path), "--name", "lora", "steps=16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "lora"
+    summary = json.loads((run / "summary.json").read_text())
+    figures = {part: summary[part]["sampled"]["success"]["mean"] for part in ("before", "after")}
+    print(f"{figures}, {summary['cpu_s']:.0f} CPU-s")
+    assert figures["before"] <= 0.35
+    assert figures["after"] > 0.85
+    assert summary["after"]["greedy"]["success"]["mean"] > 0.85
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"kind":"train"' in line]
+    assert max(step["gap/max"] for step in steps) < 1e-4
+    with safe_open(run / "sft" / "model" / "model.safetensors", framework="np") as file:
+        whole = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - it is no dictionary
+    assert {step["sync/bytes"] for step in steps} == {1245184.0}
+    assert steps[0]["sync/bytes"] < whole / 2
+    audit = [sys.executable, "-m", "turnwise", "audit", str(run)]
+    checked = subprocess.run(audit, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -1,0 +1,186 @@
+"""Adapters: what trains, what is exported, saved and served of them, and that all of it is one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.tiny_lm import make_model, save_model
+from turnwise.errors import CheckpointError, FormatError, TrainError
+from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, is_adapter, read_adapter
+from turnwise.inference.attention import PoolPlan, StepPlan, prefill_blocks
+from turnwise.inference.causal_lm import CausalLM
+from turnwise.inference.kv_pool import KVPool
+from turnwise.trainer.config import PolicyConfig
+from turnwise.trainer.engines import open_learner
+from turnwise.trainer.learner import Learner
+from turnwise.trainer.objectives import CrossEntropyObjective
+from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.policy import load_model
+
+peft = pytest.importorskip("peft")
+Row = Callable[..., TrainRow]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_model("qwen3", initializer_range=0.1), tmp_path_factory.mktemp("base"))
+
+
+def learner_of(base: Path, lora: dict[str, Any] | None = None, **model: Any) -> Any:
+    section = {"path": base, "device": "cpu", "lora": {"rank": 4, **(lora or {})}, **model}
+    return open_learner(PolicyConfig.model_validate({"model": section, "optim": {"lr": 2e-2}}), 100)
+
+
+def trained(learner: Learner, rows: list[TrainRow], steps: int = 2) -> Learner:
+    for _ in range(steps):
+        learner.forward_backward(pack(rows, 40), CrossEntropyObjective(), 20.0)
+        learner.optim_step()
+    return learner
+
+
+def logprobs(learner: Any, rows: list[TrainRow]) -> torch.Tensor:
+    return torch.cat(learner.logprobs(pack(rows, 1000)))
+
+
+@pytest.fixture
+def rows(row: Row) -> list[TrainRow]:
+    return [row(12, 8, seed=n, name=f"t{n}") for n in range(3)]
+
+
+def served(model: CausalLM, ids: np.ndarray) -> torch.Tensor:
+    """The log-probabilities of ids[1:] by the inference engine's own forward."""
+    count = len(ids)
+    pool = KVPool(model.geometry, 32, model.dtype, model.device)
+    pool.resize(1)
+    heads = np.arange(model.geometry.heads)[None, :]
+    index = heads * pool.capacity + np.arange(count)[:, None]
+    blocks = prefill_blocks(np.array([0]), np.array([0]), np.array([count]), 0, model.dtype, model.device)
+    plan = StepPlan([PoolPlan(pool, 0, count, torch.from_numpy(index.reshape(-1)), None, blocks)])
+    with torch.inference_mode():
+        logits = model.forward(ids.astype(np.int64), np.arange(count), plan, np.arange(count))
+    picked = torch.from_numpy(ids[1:].astype(np.int64))[:, None]
+    return logits[:-1].float().log_softmax(-1).gather(1, picked)[:, 0]
+
+
+def test_only_the_adapters_train_and_they_begin_as_nothing(base: Path, rows: list[TrainRow]) -> None:
+    learner = learner_of(base)
+    plain = load_model(base)
+    with torch.no_grad():
+        before = torch.cat([plain.forward(batch).logprobs for batch in pack(rows, 1000)])
+    assert torch.equal(logprobs(learner, rows), before)
+    trained(learner, rows)
+    assert not torch.allclose(logprobs(learner, rows), before, atol=1e-3)
+    with learner.initial_weights():
+        assert torch.equal(logprobs(learner, rows), before)
+    # Back again, and trainable again.
+    assert not torch.allclose(logprobs(learner, rows), before, atol=1e-3)
+    assert learner.forward_backward(pack(rows, 40), CrossEntropyObjective(), 20.0).loss > 0
+    assert learner.optim_step().grad_norm > 0
+    weights = dict(plain.named_weights())
+    targets = {f"{name}.weight" for name in learner.adapter.targets}
+    # All linear layers but the output matrix: seven in each of two layers.
+    assert len(targets) == 14
+    for name, tensor in learner.policy.named_weights():
+        assert torch.equal(tensor, weights[name]) is (name not in targets), name
+    exported = dict(learner.export_weights())
+    assert len(exported) == 28
+    # rank x (in + out) elements for each target, and nothing else.
+    assert sum(each.numel() for each in exported.values()) == sum(4 * sum(weights[name].shape) for name in targets)
+
+
+def test_server_trainer_peft_and_merged_model_are_one(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+    learner = trained(learner_of(base, {"alpha": 3.0}), rows, 4)
+    want = logprobs(learner, rows)
+    learner.save(tmp_path / "saved")
+    learner.save_model(tmp_path / "merged")
+    assert is_adapter(tmp_path / "saved")
+    assert not is_adapter(tmp_path / "merged")
+    for place in ("saved", "merged"):
+        policy = load_model(tmp_path / place)
+        with torch.no_grad():
+            found = torch.cat([policy.forward(batch).logprobs for batch in pack(rows, 1000)])
+        assert float((found - want).abs().max()) < 1e-5, place
+    ids = rows[0].sample.input_ids
+    mine = want[: rows[0].sample.trained_tokens]
+    running = CausalLM(base)
+    running.load_adapter(dict(learner.export_weights()), learner.adapter, 1)
+    for server in (running, CausalLM(tmp_path / "saved"), CausalLM(tmp_path / "merged")):
+        # Invariant 12.
+        assert float((served(server, ids)[-len(mine) :] - mine).abs().max()) < 1e-4
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "saved"))
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1].log_softmax(-1)
+    theirs = logits.gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
+    assert float((theirs[-len(mine) :] - mine).abs().max()) < 1e-4
+
+
+def test_packing_is_exact_with_adapters_that_are_something(base: Path, rows: list[TrainRow]) -> None:
+    learner = trained(learner_of(base, gradient_checkpointing=True), rows, 4)
+    alone = torch.cat([logprobs(learner, [each]) for each in rows])
+    assert float((alone - logprobs(learner, rows)).abs().max()) < 1e-5
+
+
+def test_a_seed_decides_them_and_a_saved_one_goes_on(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+    first, again, other = (dict(learner_of(base, {"seed": seed}).export_weights()) for seed in (0, 0, 1))
+    torch.manual_seed(5)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    learner = trained(learner_of(base, {"alpha": 3.0, "targets": ["q_proj", "v_proj"]}), rows)
+    learner.save(tmp_path)
+    later = learner_of(base, {"path": tmp_path, "rank": None})
+    assert torch.equal(logprobs(later, rows), logprobs(learner, rows))
+    assert later.adapter == learner.adapter
+    # Without them it would not be what training began with.
+    assert later.initial_weights() is None
+    trained(later, rows, 1)
+    # A model that is an adapter's folder, with adapters on it.
+    nested = learner_of(tmp_path)
+    assert float((logprobs(nested, rows) - logprobs(learner, rows)).abs().max()) < 1e-5
+    trained(nested, rows, 1).save(tmp_path / "nested")
+    chain = adapter_chain(tmp_path / "nested")
+    assert (chain[0], [each.path for each in chain[1]]) == (base, [tmp_path, tmp_path / "nested"])
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"targets": ["q_project"]}, r"model\.lora\.targets is \['q_project'\]: .*not found"),
+        ({"targets": ["lm_head"]}, r"lm_head is the output matrix, which cannot be a target"),
+        ({"targets": ["embed_tokens"]}, r"embed_tokens is no linear layer"),
+        ({"path": "nowhere"}, r"model\.lora\.path is .*nowhere.* cannot be read as the settings of an adapter"),
+    ],
+)
+def test_what_cannot_be_adapted_is_named(base: Path, lora: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainError, match=message):
+        learner_of(base, lora)
+
+
+def test_broken_and_other_adapters_are_named(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+    learner_of(base).save(tmp_path)
+    with pytest.raises(CheckpointError, match="an adapter of another rank or other targets"):
+        learner_of(base, {"rank": 2}).load(tmp_path)
+    with pytest.raises(TrainError, match=r"model\.lora\.rank is 2, but the adapter in model\.lora\.path has 4"):
+        learner_of(base, {"rank": 2, "path": tmp_path})
+    settings = tmp_path / ADAPTER_CONFIG
+    text = settings.read_text()
+    for old, new, message in (
+        ('"use_dora": false', '"use_dora": true', "sets use_dora: only plain LoRA can be read"),
+        (str(base), "/gone", "says base_model_name_or_path '/gone', and there is no such folder"),
+    ):
+        assert old in text
+        settings.write_text(text.replace(old, new))
+        with pytest.raises(FormatError, match=message):
+            read_adapter(tmp_path)
+    # alpha / sqrt(rank): 8 / 2 is what alpha 16 is over rank 4.
+    settings.write_text(text.replace('"use_rslora": false', '"use_rslora": true'))
+    assert read_adapter(tmp_path).info.scale == 4.0
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks adapter_model\.safetensors"):
+        learner_of(base).load(tmp_path)
