@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--warm", type=Path, help="a run whose warm start is taken; by default it is made")
     parser.add_argument("--smoke", action="store_true", help="next to no training")
     parser.add_argument("overrides", nargs="*", help="key=value over both files, such as steps=40")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
 
     from job import Job, warm_start
     from rich.console import Console

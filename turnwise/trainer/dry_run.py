@@ -10,7 +10,8 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import orjson
 
@@ -89,6 +90,8 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     checker = _Checker(config)
     await checker.run("run directory", checker.directory(fresh))
     await checker.run("model", checker.model())
+    if config.policy.critic is not None:
+        await checker.run("critic", checker.critic())
     await checker.run("devices", checker.devices())
     await checker.run("chat format", checker.chat_format())
     await checker.run("tasks", checker.tasks())
@@ -145,19 +148,7 @@ class _Checker:
 
     async def model(self) -> str:
         path = self._config.policy.model.path
-        key = f"policies.main.model.path is {path}"
-        if not path.is_dir():
-            raise ConfigError(f"{key}: there is no such folder: download the model into it, or name another one")
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{key}: no config.json is in it: it must be a model in Hugging Face's format")
-        try:
-            settings = orjson.loads((path / "config.json").read_bytes())
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{key}: its config.json is not JSON: {error}") from error
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{key}: its config.json holds no JSON object")
-        if not any(path.glob("*.safetensors")):
-            raise ConfigError(f"{key}: no *.safetensors is in it: its weights are missing")
+        settings = _model_settings(path, f"policies.main.model.path is {path}")
         limits = [self._context, self._config.inference.max_context, settings.get("max_position_embeddings")]
         known = [limit for limit in limits if type(limit) is int]
         self._context = min(known, default=None)
@@ -166,6 +157,14 @@ class _Checker:
         kl = self._config.algorithm.kl
         held = "" if kl is None else f", held to {reference_path(kl, self._config.policy.model)}"
         return f"{path}: {names}, context {self._context or 'unknown'}{held}"
+
+    async def critic(self) -> str:
+        critic = self._config.policy.critic
+        if critic is None or critic.kind == "shared":
+            return "a head on the policy's model"
+        path = critic.path or self._config.policy.model.path
+        _model_settings(path, f"policies.main.critic.path is {path}")
+        return f"{path}: a model of its own"
 
     async def devices(self) -> str:
         trainer, server = self._config.policy.model.device, self._config.inference.device
@@ -275,6 +274,23 @@ class _Checker:
             return "none"
         GroupRewarder(config, write=None, save_messages=False, executor=None)
         return config.function
+
+
+def _model_settings(path: Path, key: str) -> dict[str, Any]:
+    """Return the settings of the model in a folder; ``key`` says which key names it."""
+    if not path.is_dir():
+        raise ConfigError(f"{key}: there is no such folder: download the model into it, or name another one")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{key}: no config.json is in it: it must be a model in Hugging Face's format")
+    try:
+        settings = orjson.loads((path / "config.json").read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{key}: its config.json is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{key}: its config.json holds no JSON object")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{key}: no *.safetensors is in it: its weights are missing")
+    return settings
 
 
 def _counted(reports: list[SourceReport]) -> str:

@@ -74,6 +74,18 @@ async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+async def test_where_a_critic_starts_is_looked_at(model: Path, tmp_path: Path) -> None:
+    def judged(**critic: Any) -> TrainConfig:
+        policies = {"main": {"model": {"path": model}, "critic": critic}}
+        return config(model, tmp_path / "runs", policies=policies, algorithm={"advantage": "gae"})
+
+    assert by_name(await dry_run(judged()))["critic"] == f"ok: {model}: a model of its own"
+    nowhere = by_name(await dry_run(judged(path=tmp_path / "nowhere")))
+    assert nowhere["critic"].startswith(
+        f"failed: policies.main.critic.path is {tmp_path / 'nowhere'}: there is no such"
+    )
+
+
 async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
     wrong = config(
         tmp_path / "nowhere",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -140,6 +141,22 @@ def test_no_group_is_left_out() -> None:
     _, found = experience([interleaved(), interleaved(group="other"), interleaved()], Reader())
     assert found.metrics["batch/rows"] == 6
     assert found.metrics["batch/groups"] == 2
+
+
+def test_each_token_pays_for_itself() -> None:
+    # 21 pays 1, 41 pays 1/2: G(23) = 4, G(41) = 2 - 1/2 + 2 = 3.5, G(22) = 1 + 1.75, G(21) = -1 + 1.375.
+    config = AlgorithmConfig.model_validate({"advantage": "gae", "advantage_options": {"whiten": False, "gamma": 0.5}})
+    collected = collect([TrajectoryGroup("g", "task", [interleaved()])])
+    pays = {21: 1.0, 41: 0.5}
+    penalties = {
+        row.key: torch.tensor([pays.get(int(each), 0.0) for each in row.input_ids[row.loss_mask]])
+        for row in collected.samples[0]
+    }
+    expected = expect(Reader(), collected.members, collected.samples, BatchConfig())  # type: ignore[arg-type]
+    charged = dataclasses.replace(collected, penalties=penalties)
+    rows = by_first_id(build_experience(charged, config, temperature=1.0, expected=expected))
+    assert rows[5][2] == pytest.approx([0, 0, 0.375, 2.75, 0, 4, 0], abs=1e-5)
+    assert rows[8][2] == pytest.approx([0, 3.5], abs=1e-5)
 
 
 def test_nothing_is_no_failure() -> None:
