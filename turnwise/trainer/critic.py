@@ -44,7 +44,8 @@ class ValueHead(nn.Module):
     def __init__(self, hidden: int) -> None:
         """Make a head for a model with hidden states of this size."""
         super().__init__()
-        self.linear = nn.Linear(hidden, 1)
+        # Not drawn before it is set to zero: nothing random in a run may depend on whether it has a critic.
+        self.linear: nn.Linear = nn.utils.skip_init(nn.Linear, hidden, 1)  # type: ignore[no-untyped-call]
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
