@@ -47,8 +47,10 @@ FIVE_STEPS: dict[str, Any] = {
     "steps": 5,
     "checkpoint": {"every": 2, "keep": None},
     "rollout": {"concurrency": 1},
-    # Held to the model that the run began with, by a coefficient that every step changes.
-    "algorithm": {"kl": {"coef": 0.05, "target": 1e-4, "horizon": 20}},
+    # Held to the model that the run began with, by a coefficient that every update changes; judged by a critic, which
+    # learns alone in the first step.
+    "algorithm": {"advantage": "gae", "kl": {"coef": 0.05, "target": 1e-4, "horizon": 20}},
+    "policies": {"main": {"critic": {"kind": "own", "warmup_steps": 1, "optim": {"lr": 1e-3}}}},
 }
 PER_STEP = GROUPS * MEMBERS
 
@@ -70,6 +72,11 @@ def equal(one: Any, other: Any) -> bool:
 
 def optimizer_file(checkpoint: Path) -> Any:
     return torch.load(checkpoint / "optimizer.pt", weights_only=True)
+
+
+def critic_files(checkpoint: Path) -> Any:
+    folder = checkpoint / "critic"
+    return torch.load(folder / "critic.pt", weights_only=True), load_file(folder / "model.safetensors")
 
 
 def state_file(checkpoint: Path) -> dict[str, Any]:
@@ -136,7 +143,11 @@ async def test_a_killed_run_goes_on_bit_for_bit(
         assert equal(dict(run.learner.export_weights()), load_file(saved / "model.safetensors"))
         run.learner.save(tmp_path / "again")
         assert equal(optimizer_file(tmp_path / "again"), optimizer_file(saved))
-        assert optimizer_file(saved)["steps"] == 2
+        assert optimizer_file(saved)["steps"] == 1
+        assert run.critic is not None
+        run.critic.save(tmp_path / "again" / "critic")
+        assert equal(critic_files(tmp_path / "again"), critic_files(saved))
+        assert run.critic.steps == 2
         # The server samples with them, before anything is asked of it.
         assert (await run.fleet.client.model_info()).weight_version == 2
         await train_sync(run)
@@ -151,6 +162,7 @@ async def test_a_killed_run_goes_on_bit_for_bit(
         mine, theirs = step_dir(run_dir, step), step_dir(straight, step)
         assert equal(load_file(mine / "model.safetensors"), load_file(theirs / "model.safetensors"))
         assert equal(optimizer_file(mine), optimizer_file(theirs))
+        assert equal(critic_files(mine), critic_files(theirs))
         for name in ("epoch", "position", "weight_version", "rng", "kl_coef"):
             assert state_file(mine)[name] == state_file(theirs)[name]
 
