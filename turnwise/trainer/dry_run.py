@@ -31,7 +31,7 @@ from turnwise.tools.loading import Toolbox
 from turnwise.tools.media import check_media
 from turnwise.trainer.budget import Budget
 from turnwise.trainer.checkpoint import CheckpointStore
-from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.config import PolicyConfig, TrainConfig
 from turnwise.trainer.credit import load_credit
 from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines.torch import pick_device
@@ -91,7 +91,7 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     await checker.run("run directory", checker.directory(fresh))
     await checker.run("model", checker.model())
     if config.policy.critic is not None:
-        await checker.run("critic", checker.critic())
+        await checker.run("critic", _critic(config.policy))
     await checker.run("devices", checker.devices())
     await checker.run("chat format", checker.chat_format())
     await checker.run("tasks", checker.tasks())
@@ -157,14 +157,6 @@ class _Checker:
         kl = self._config.algorithm.kl
         held = "" if kl is None else f", held to {reference_path(kl, self._config.policy.model)}"
         return f"{path}: {names}, context {self._context or 'unknown'}{held}"
-
-    async def critic(self) -> str:
-        critic = self._config.policy.critic
-        if critic is None or critic.kind == "shared":
-            return "a head on the policy's model"
-        path = critic.path or self._config.policy.model.path
-        _model_settings(path, f"policies.main.critic.path is {path}")
-        return f"{path}: a model of its own"
 
     async def devices(self) -> str:
         trainer, server = self._config.policy.model.device, self._config.inference.device
@@ -274,6 +266,14 @@ class _Checker:
             return "none"
         GroupRewarder(config, write=None, save_messages=False, executor=None)
         return config.function
+
+
+async def _critic(policy: PolicyConfig) -> str:
+    if policy.critic is None or policy.critic.kind == "shared":
+        return "a head on the policy's model"
+    path = policy.critic.path or policy.model.path
+    _model_settings(path, f"policies.main.critic.path is {path}")
+    return f"{path}: a model of its own"
 
 
 def _model_settings(path: Path, key: str) -> dict[str, Any]:
