@@ -249,6 +249,23 @@ class AlgorithmConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rewards_are_read(self) -> Self:
+        if self.distill is None or self.distill.reward_coef:
+            return self
+        unread = {
+            "algorithm.kl.where is reward": self.kl is not None and self.kl.where == "reward",
+            f"algorithm.advantage {self.advantage} asks a critic": self.asks_critic,
+            f"algorithm.advantage {self.advantage} asks for greedy rollouts": self.greedy_baseline,
+            f"algorithm.credit is {self.credit.name!r}": self.credit.name != "same",
+        }
+        if what := next((name for name, is_so in unread.items() if is_so), None):
+            raise ValueError(
+                f"{what}, but algorithm.distill.reward_coef is 0: nothing is learned from rewards; give it a weight "
+                "above 0, or remove the other"
+            )
+        return self
+
     @property
     def asks_critic(self) -> bool:
         """Whether advantages come from a critic's values."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeAlias
 
@@ -140,21 +140,25 @@ class Budget:
         name, share = self.nearest
         return name if share >= 1 else None
 
-    def expected_steps(self) -> int:
+    def expected_steps(self, under_way: Collection[str] = ()) -> int:
         """Return how many train steps the run will have had in the end, as far as that can be told now.
 
         Where the steps are the nearest limit, that is their number. Else it is extrapolated from the nearest one: the
         steps so far divided by the share that they spent. So a learning-rate schedule ends where the run ends, and in
         a run that has no other limit than its steps nothing is extrapolated.
+
+        Args:
+            under_way: Limits of which a step that has begun and is not counted yet has spent its part already.
         """
         done = self.spent.get("steps", 0.0)
         planned = self.limits.get("steps")
-        others = {name: share for name, share in self.shares().items() if name != "steps"}
-        share = max(others.values(), default=0.0)
-        if not share or not done:
+        others = {name: share for name, share in self.shares().items() if name != "steps" and share}
+        if not others or not done:
             return UNKNOWN_STEPS if planned is None else round(planned)
+        found = min((done + (name in under_way)) / share for name, share in others.items())
+        one_more = bool(under_way) or max(others.values()) < 1
         # Not one more for the last bits of a quotient.
-        expected = max(math.ceil(done / share - 1e-9), round(done) + (share < 1))
+        expected = max(math.ceil(found - 1e-9), round(done) + one_more)
         return expected if planned is None else min(expected, round(planned))
 
     def describe(self) -> str:

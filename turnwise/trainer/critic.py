@@ -234,7 +234,7 @@ class Critic:
             joined = replace(own, coef=coef, policy=objective) if self.shared else objective
             found = learner.forward_backward(batches, joined, normalizer)
             if self.shared:
-                stats = Stats(tokens=tokens, means={name: found.means.pop(name) for name in VALUE_SUMS})
+                stats = Stats(tokens=tokens, means={name: found.means.pop(name, 0.0) for name in VALUE_SUMS})
             done = found, learner.optim_step()
         self._updates.append((stats, self._optim_step()))
         return done

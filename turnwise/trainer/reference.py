@@ -178,7 +178,8 @@ class KLGuard:
             else {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
         )
         found = charge(own, reference, estimator=config.estimator, coef=self.control.coef)
-        paid = {"kl/value": found.kl, "kl/penalty": found.mean}
+        # Where nothing was sampled nothing was measured, and nothing is to be adapted to.
+        paid = {"kl/value": found.kl, "kl/penalty": found.mean} if found.tokens else {}
         return replace(collected, penalties=found.tokens, metrics=collected.metrics | paid)
 
     def term(self, rows: Sequence[TrainRow]) -> KLTerm | None:

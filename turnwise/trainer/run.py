@@ -131,7 +131,8 @@ class TrainRun:
     def updating(self, step: int) -> Iterator[None]:
         """Wrap the update of a step: after it the run stands at that step, and what failed inside is not saved."""
         self.torn = True
-        steps = self.budget.expected_steps()
+        # What the step sampled is counted already, the step itself is not.
+        steps = self.budget.expected_steps(under_way=("sampled_tokens",))
         self.learner.total_steps = max(1, steps - self.config.critic_alone) * self.config.updates_per_step
         if self.critic is not None:
             self.critic.total_steps = steps * self.config.updates_per_step

@@ -61,6 +61,18 @@ def test_the_spread_counts_each_trajectory_once() -> None:
     assert found["a"] == pytest.approx([4 / 3 / scale, 1 / 3 / scale, 1 / 3 / scale])
 
 
+@pytest.mark.parametrize("credit", ["turns", "tokens", "gigpo"])
+def test_options_count_wherever_they_are_given(credit: str) -> None:
+    common = build(PAID, credit, norm_by_std=False)
+    options = build(PAID, credit, norm_by_std=True, advantage_options={"norm_by_std": False})
+    scaled = build(PAID, credit, norm_by_std=True, advantage_options={"eps": 10.0})
+    plain = build(PAID, credit, norm_by_std=True, std_eps=10.0)
+    for one, other in ((common, options), (scaled, plain)):
+        pairs = zip(one.rows, other.rows, strict=True)
+        assert all(np.array_equal(a.advantage, b.advantage) for a, b in pairs)
+    assert not np.array_equal(common.rows[0].advantage, scaled.rows[0].advantage)
+
+
 def test_equal_totals_earned_in_different_turns_still_teach() -> None:
     early = trajectory("a", 2, [(0, 1.0)])
     late = trajectory("b", 2, [(1, 1.0)])

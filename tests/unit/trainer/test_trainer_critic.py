@@ -230,6 +230,17 @@ def test_a_step_without_a_finite_gradient_is_left_out(model_dir: Models, rows: l
         critic.update(learner, pack(bad, 100), PolicyObjective(), 16.0, alone=True)
 
 
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_a_step_without_rows_changes_nothing(model_dir: Models, kind: str) -> None:
+    """Every episode was over before it was the policy's turn, or a correction left nothing."""
+    learner, critic = make(model_dir(), kind)
+    before = weights(learner.policy.model)
+    for algorithm in (ALGORITHM, AlgorithmConfig(advantage="gae")):
+        metrics = update_policy(learner, [], algorithm, BatchConfig(), seed=1, critic=critic)
+        assert metrics["train/updates"] == metrics["critic/loss"] == 0
+    assert same(before, weights(learner.policy.model))
+
+
 def test_a_shared_critic_needs_a_model_to_share(model_dir: Models) -> None:
     config = PolicyConfig(model=ModelConfig(path=model_dir()), critic=CriticConfig(kind="shared"))
     with pytest.raises(TrainError, match=r"kind is shared.*choose own"):

@@ -124,6 +124,21 @@ def test_a_teacher_alone_needs_no_groups_and_leaves_none_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kl": {"coef": 0.1, "where": "reward"}}, "algorithm.kl.where is reward"),
+        ({"advantage": "gae"}, "algorithm.advantage gae asks a critic"),
+        ({"advantage": "remax"}, "algorithm.advantage remax asks for greedy rollouts"),
+        ({"credit": "turns"}, "algorithm.credit is 'turns'"),
+    ],
+)
+def test_what_reads_rewards_does_not_go_with_a_teacher_alone(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=f"{message}, but algorithm.distill.reward_coef is 0"):
+        AlgorithmConfig.model_validate({"distill": {"teacher": "t"}, **given})
+    AlgorithmConfig.model_validate({"distill": {"teacher": "t", "reward_coef": 0.5}, **given})
+
+
+@pytest.mark.parametrize(
     ("rollout", "message"),
     [
         ({}, r"teacher is 't', but rollout.frozen holds nothing: add rollout.frozen.t with model"),

@@ -111,6 +111,11 @@ def test_gdpo_compares_each_reward_apart() -> None:
     assert only.dead.tolist() == [False, False, True, True]
     with pytest.raises(TrainError, match="reward_weights names 'c', but the rewards of this batch are a, b"):
         gdpo(torch.zeros(4), groups, components=components, reward_weights={"c": 1.0})
+    # Nobody earned anything, or nobody was there: no name is wrong for that.
+    for size in (4, 0):
+        none = gdpo(torch.zeros(size), groups[:size], components={}, reward_weights={"a": 1.0})
+        assert none.values.tolist() == [0.0] * size
+        assert none.dead.all()
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:

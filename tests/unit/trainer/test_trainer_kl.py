@@ -99,7 +99,8 @@ class Fixed:
 
     def logprobs(self, batches: list[Any]) -> list[Tensor]:
         found = [torch.full((batch.trained_tokens,), -1.0) for batch in batches]
-        found[0][0] = -1.5
+        for first in found[:1]:
+            first[0] = -1.5
         return found
 
 
@@ -123,6 +124,13 @@ def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
     assert np.asarray(first.advantage)[mask].tolist() == pytest.approx([-0.1875, -0.1875, 0.0625, 0.0625])
     assert np.asarray(second.advantage)[mask].tolist() == pytest.approx([0.0625] * 4)
     assert held.term(found.rows) is None
+
+
+def test_where_nothing_was_sampled_the_coefficient_stays() -> None:
+    held = guard({"where": "reward", "estimator": "k1", "target": 0.1, "horizon": 1}, Fixed())
+    found = held.charge(collected(), None)  # type: ignore[arg-type]
+    assert held.step(found.metrics) == {"kl/coef": 0.5}
+    assert held.control.coef == 0.5
 
 
 @pytest.mark.parametrize("branches", [1, 2])

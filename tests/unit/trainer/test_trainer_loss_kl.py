@@ -74,6 +74,8 @@ def test_the_adaptive_coefficient() -> None:
     assert adapted_coef(0.1, 0.2, target=0.1, horizon=100, count=10) == pytest.approx(0.102)
     assert adapted_coef(0.1, 0.09, target=0.1, horizon=100, count=10) == pytest.approx(0.099)
     assert adapted_coef(0.1, -5.0, target=0.1, horizon=100, count=50) == pytest.approx(0.09)
+    # More trajectories in a step than the horizon has: a fifth at most, and never to the other side of zero.
+    assert adapted_coef(0.1, -5.0, target=0.1, horizon=10, count=1000) == pytest.approx(0.08)
 
 
 def test_unknown_names_and_papers() -> None:

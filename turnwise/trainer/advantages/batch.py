@@ -86,14 +86,17 @@ def gdpo(
         eps: Added to each standard deviation.
 
     Raises:
-        TrainError: A weight has a name that no reward has.
+        TrainError: A weight has a name that no reward has, though there are rewards.
     """
     total = Groups.of(rewards, groups)
+    if not components:
+        # Nothing was earned: in no episode was it the policy's turn, for instance.
+        return total.result(torch.zeros_like(total.rewards), torch.ones_like(total.dead))
     weights = dict.fromkeys(components, 1.0) if reward_weights is None else reward_weights
     if unknown := weights.keys() - components.keys():
         raise TrainError(
             f"algorithm.advantage_options.reward_weights names {min(unknown)!r}, but the rewards of this batch are "
-            f"{', '.join(sorted(components)) or 'without names'}"
+            f"{', '.join(sorted(components))}"
         )
     summed = torch.zeros_like(total.rewards)
     dead = torch.ones_like(total.dead)

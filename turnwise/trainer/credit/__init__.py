@@ -128,8 +128,9 @@ def _from_worth(
         worth = [returns(turn_rewards(each), gamma) for each in members]
     within, fixed = COMPARISONS[config.advantage]
     scope = groups if within else [0] * len(groups)
-    norm = config.norm_by_std if fixed is None else fixed
-    found, dead = compared(worth, scope, norm_by_std=norm, eps=config.std_eps)
+    options = _spread(config)
+    norm = options["norm_by_std"] if fixed is None else fixed
+    found, dead = compared(worth, scope, norm_by_std=norm, eps=options["eps"])
     gone = len({group for group, is_dead in zip(groups, dead, strict=True) if is_dead})
     return TurnAdvantages([*found], dead, len(set(groups)), gone, starts)
 
@@ -137,17 +138,22 @@ def _from_worth(
 def _from_same_states(members: Sequence[Trajectory], groups: Sequence[int], config: AlgorithmConfig) -> list[Values]:
     """Compare trajectories, and turns with those of the group that began in the same state, and add both."""
     credit = config.credit
-    fixed = COMPARISONS[config.advantage][1]
+    fixed, options = COMPARISONS[config.advantage][1], _spread(config)
     found = gigpo(
         torch.tensor([each.reward for each in members], dtype=torch.float64),
         torch.tensor(groups, dtype=torch.int64),
         [torch.from_numpy(returns(turn_rewards(each), credit.discount)) for each in members],
         [anchors(each, credit.state) for each in members],
         omega=1.0 if credit.omega is None else credit.omega,
-        norm_by_std=config.norm_by_std if fixed is None else fixed,
-        eps=config.std_eps,
+        norm_by_std=options["norm_by_std"] if fixed is None else fixed,
+        eps=options["eps"],
     )
     return [each.double().numpy() for each in found]
+
+
+def _spread(config: AlgorithmConfig) -> dict[str, Any]:
+    """Return ``norm_by_std`` and ``eps``, wherever the configuration gives them."""
+    return {"norm_by_std": config.norm_by_std, "eps": config.std_eps} | config.chosen_advantage().options
 
 
 def _of_groups(members: Sequence[Trajectory], groups: Sequence[int], own: OwnCredit) -> list[Values]:

@@ -96,7 +96,8 @@ def adapted_coef(coef: float, kl: float, *, target: float, horizon: float, count
     """Return the coefficient for the next step, which keeps the KL divergence near a target.
 
     ``coef * (1 + clip(kl / target - 1, -0.2, 0.2) * count / horizon)``: Ziegler et al. 2019, Fine-Tuning Language
-    Models from Human Preferences (arXiv:1909.08593), section 2.2.
+    Models from Human Preferences (arXiv:1909.08593), section 2.2. More trajectories than the horizon count as so many:
+    the coefficient never falls below zero.
 
     Args:
         coef: The coefficient now.
@@ -106,4 +107,4 @@ def adapted_coef(coef: float, kl: float, *, target: float, horizon: float, count
         count: How many trajectories were measured.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
-    return coef * (1.0 + error * count / horizon)
+    return coef * (1.0 + error * min(count / horizon, 1.0))
