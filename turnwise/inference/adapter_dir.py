@@ -77,6 +77,21 @@ def adapter_chain(path: str | Path) -> tuple[Path, list[SavedAdapter]]:
     return base, chain
 
 
+def model_under(path: str | Path) -> Path:
+    """Return the folder of the model under an adapter, and under the adapters that it stands on; weights are not read.
+
+    Raises:
+        FormatError: A folder or file is missing or broken, or an adapter is of a kind that cannot be merged.
+    """
+    base, seen = Path(path), set[Path]()
+    while is_adapter(base):
+        if base.resolve() in seen:
+            raise FormatError(f"{base / ADAPTER_CONFIG}: the adapter names itself as its model")
+        seen.add(base.resolve())
+        base = read_settings(base)[0]
+    return base
+
+
 def read_settings(path: Path) -> tuple[Path, int, float]:
     """Return the base model's folder, the rank, and alpha so that alpha / rank is the scale.
 

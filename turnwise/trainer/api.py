@@ -204,7 +204,8 @@ class Trainer:
         overrides = [f"{key}={json.dumps(_plain(value, key))}" for key, value in said.items()]
         config, files = self._config, None
         if isinstance(config, TrainConfig):
-            config = config.model_dump()
+            # It says all there is to say: where it has no section, it does not forbid one.
+            config = _without_gaps(config.model_dump(), defaults)
         if isinstance(config, Mapping):
             defaults = _merged(defaults, config)
         else:
@@ -289,6 +290,18 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
         old = merged.get(key)
         merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def _without_gaps(above: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what stands above without each None in the place of a section that stands below."""
+    kept: dict[str, Any] = {}
+    for key, value in above.items():
+        section = below.get(key)
+        if isinstance(section, Mapping) and isinstance(value, Mapping):
+            kept[key] = _without_gaps(value, section)
+        elif value is not None or not isinstance(section, Mapping):
+            kept[key] = value
+    return kept
 
 
 def _check_no_loop() -> None:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.agents.roles import TRAINED
-from turnwise.errors import AuditError, CheckpointError
+from turnwise.errors import AuditError, CheckpointError, FormatError
 from turnwise.rollout.audit import BATCHES, TRAJECTORIES, AuditReport, audit_files
 from turnwise.rollout.batches import read_batches
 from turnwise.rollout.writer import read_trajectories
@@ -117,28 +117,57 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
     dtype = config.get("inference", {}).get("dtype", "auto")
     found: dict[int, _Weights] = {}
     if "policies" in config:
-        first = config["policies"]["main"]["model"]["path"]
+        model = config["policies"]["main"]["model"]
+        launched, first = model["path"], _first_model(model)
     else:
         # An evaluation; of a server that was not ours nobody knows what it served.
-        first = config.get("model") if config.get("url") is None else None
+        launched = first = config.get("model") if config.get("url") is None else None
+    # What servers compute in is decided when they are launched, whatever weights they are sent.
+    exact = launched is not None and is_float32(Path(launched), dtype)
     if first is not None and (Path(first) / "config.json").is_file():
-        found[0] = _Weights(Path(first), _is_float32(Path(first), dtype))
+        found[0] = _Weights(Path(first), exact)
     store = CheckpointStore(run / CHECKPOINTS)
     for step in store.steps():
         directory = store.path(step)
         # A version is the number of the step that made it. What the servers held when the checkpoint was written
         # (weight_version) is an older one where the run was interrupted before they were given these weights.
-        found[load_state(directory).step] = _Weights(directory, dtype in ("auto", "float32"))
+        found[load_state(directory).step] = _Weights(directory, exact)
     return found
 
 
-def _is_float32(directory: Path, dtype: str) -> bool:
+def _first_model(model: dict[str, Any]) -> str | None:
+    """Return the folder of the weights that a run begins with; None where an adapter in it names another model."""
+    from turnwise.inference.adapter_dir import read_settings
+
+    adapter = (model.get("lora") or {}).get("path")
+    if adapter is None:
+        return str(model["path"])
+    try:
+        base = read_settings(Path(adapter))[0]
+    except FormatError:
+        return None
+    return str(adapter) if base.resolve() == Path(model["path"]).resolve() else None
+
+
+def is_float32(directory: Path, dtype: str) -> bool:
+    """Return whether a server that is launched with a model's folder computes in float32.
+
+    Args:
+        directory: The folder; of an adapter its model decides.
+        dtype: ``inference.dtype``.
+
+    Raises:
+        CheckpointError: Its settings cannot be read.
+    """
+    from turnwise.inference.adapter_dir import model_under
+
     if dtype != "auto":
         return dtype == "float32"
     try:
-        saved = orjson.loads((directory / "config.json").read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise CheckpointError(f"{directory / 'config.json'} is not JSON: {error}") from error
+        file = model_under(directory) / "config.json"
+        saved = orjson.loads(file.read_bytes()) if file.is_file() else {}
+    except (orjson.JSONDecodeError, FormatError) as error:
+        raise CheckpointError(f"the settings of {directory} cannot be read: {error}") from error
     return saved.get("dtype", saved.get("torch_dtype")) in (None, "float32")
 
 

@@ -53,6 +53,11 @@ class ModelConfig(_Section):
     gradient_checkpointing: bool = False
     lora: LoRAConfig | None = None
 
+    @property
+    def continues_adapter(self) -> bool:
+        """Whether training begins with an adapter, so that the model in ``path`` is not what it begins with."""
+        return self.lora is not None and self.lora.path is not None
+
 
 class MuonConfig(_Section):
     """Muon, which updates the weight matrices where ``optim.name`` is ``muon``.
@@ -295,6 +300,13 @@ class TrainConfig(_Section):
                 "no member of the group that rollout.group_reward compares: its reward would lack that part; choose one"
             )
         self._check_teacher()
+        begins = sorted(name for name, frozen in self.rollout.frozen.items() if frozen.start)
+        if begins and self.policy.model.continues_adapter:
+            raise ValueError(
+                f"rollout.frozen.{begins[0]}.start is true, but the run begins with the adapter in "
+                "policies.main.model.lora.path, and start serves the model without it: name the adapter's folder as "
+                f"rollout.frozen.{begins[0]}.model instead"
+            )
         members = self.batch.groups * self.rollout.group_size
         if self.algorithm.minibatches > members:
             raise ValueError(

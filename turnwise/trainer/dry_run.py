@@ -35,6 +35,8 @@ from turnwise.trainer.config import PolicyConfig, TrainConfig
 from turnwise.trainer.credit import load_credit
 from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines.torch import pick_device
+from turnwise.trainer.lora import LoRAConfig
+from turnwise.trainer.policy import try_adapters
 from turnwise.trainer.reference import reference_path
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
 
@@ -90,6 +92,8 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     checker = _Checker(config)
     await checker.run("run directory", checker.directory(fresh))
     await checker.run("model", checker.model())
+    if (lora := config.policy.model.lora) is not None:
+        await checker.run("adapters", _adapters(config.policy.model.path, lora))
     if config.policy.critic is not None:
         await checker.run("critic", _critic(config.policy))
     await checker.run("devices", checker.devices())
@@ -266,6 +270,13 @@ class _Checker:
             return "none"
         GroupRewarder(config, write=None, save_messages=False, executor=None)
         return config.function
+
+
+async def _adapters(path: Path, lora: LoRAConfig) -> str:
+    info = try_adapters(path, lora)
+    kinds = sorted({target.rpartition(".")[2] for target in info.targets})
+    begin = "new" if lora.path is None else str(lora.path)
+    return f"{begin}, of rank {info.rank} on {len(info.targets)} matrices ({', '.join(kinds)})"
 
 
 async def _critic(policy: PolicyConfig) -> str:

@@ -193,12 +193,14 @@ def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None
     if tables or other:
         what = f"{tables[0]} is the output matrix" if tables else f"{other[0]} is no linear layer"
         raise TrainError(f"model.lora.targets is {_given(config, 'targets')}: {what}, which cannot be a target")
+    ends = () if config.targets is None else config.targets
+    if idle := [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in lora.info.targets)]:
+        raise TrainError(f"model.lora.targets is {config.targets}: no linear layer's name ends in {idle[0]!r}")
     if config.path is not None:
         said = {"rank": (config.rank, lora.info.rank), "alpha": (config.alpha, lora.info.alpha)}
         for name, (given, found) in said.items():
             if given is not None and given != found:
                 raise TrainError(f"model.lora.{name} is {given:g}, but the adapter in model.lora.path has {found:g}")
-        ends = config.targets and tuple(config.targets)
         if ends and not all(any(f".{target}".endswith(f".{end}") for end in ends) for target in lora.info.targets):
             raise TrainError(
                 f"model.lora.targets is {config.targets}, but the adapter in model.lora.path has others: "

@@ -8,6 +8,7 @@ their plain one, and padding.
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
-from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, merge_adapters
+from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
+from turnwise.inference.core import AdapterInfo
 from turnwise.trainer.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
 from turnwise.trainer.layout import PackedLayout
 from turnwise.trainer.lora import LoRA, LoRAConfig, attach
@@ -27,7 +29,7 @@ from turnwise.trainer.vocabulary import LogitTransform, score_states
 
 try:
     from safetensors import SafetensorError
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 except ImportError as error:
     raise MissingExtraError("transformers", "train", "training a model") from error
@@ -267,6 +269,29 @@ def load_model(
             if isinstance(module, nn.Dropout):
                 module.eval()
     return Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
+
+
+def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
+    """Return what adapters a model would get, without loading its weights.
+
+    Args:
+        path: The model's directory, or an adapter's.
+        lora: Which.
+
+    Raises:
+        TrainError: They cannot be put on it, or the model's settings cannot be read.
+        MissingExtraError: peft is not installed.
+    """
+    try:
+        settings = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings)
+    except (OSError, ValueError, FormatError) as error:
+        raise TrainError(f"model.path is {str(path)!r}: its settings make no causal language model: {error}") from error
+    with warnings.catch_warnings():
+        # Of each tensor that is read it says that it goes nowhere.
+        warnings.simplefilter("ignore")
+        return attach(model, lora, path).info
 
 
 @contextmanager

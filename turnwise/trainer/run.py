@@ -237,7 +237,8 @@ async def open_run(
         run = await _assemble(config, directory, start, part, console, stack)
         run.first_eval = home.read().get("first_eval")
         stack.callback(_save_unsaved, run)
-        if run.state.step:
+        if run.state.step or config.policy.model.continues_adapter:
+            # Servers were launched with the model that the configuration names.
             await run.sync_weights()
         # What was imported and loaded stays: collections between steps need not look at it again.
         gc.collect()

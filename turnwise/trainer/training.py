@@ -95,8 +95,12 @@ class Training:
             requests = [RolloutRequest(task, epoch, size, tag=tag, greedy_baseline=greedy) for task in tasks]
         if not requests:
             raise TrainError(f"step {self.step + 1}: rollouts() was given no task")
-        self._open = await roll_out(self.run, requests)
-        return list(self._open.groups)
+        earlier, self._open = self._open, await roll_out(self.run, requests)
+        groups = list(self._open.groups)
+        if earlier is not None:
+            # One step learns from both: its rollout began when the first one did.
+            self._open = replace(self._open, started=earlier.started)
+        return groups
 
     async def learn(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Train one step on groups: advantages, updates, new weights on the servers, metrics, and as configured an
@@ -110,8 +114,10 @@ class Training:
             The metrics of the step (docs/metrics.md).
 
         Raises:
-            TrainError: Every episode ended in an error.
+            TrainError: There is no group, or every episode ended in an error.
         """
+        if not groups:
+            raise TrainError(f"step {self.step + 1}: learn() was given no group: roll out again, or return")
         batch, self._open = self._open, None
         if batch is None:
             raise TrainError("learn() comes after rollouts(): nothing was rolled out since the last step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ async def test_where_a_critic_starts_is_looked_at(model: Path, tmp_path: Path) -
     assert nowhere["critic"].startswith(
         f"failed: policies.main.critic.path is {tmp_path / 'nowhere'}: there is no such"
     )
+
+
+async def test_adapters_are_put_on_the_model_without_its_weights(model: Path, tmp_path: Path) -> None:
+    def adapted(**lora: Any) -> TrainConfig:
+        return config(model, tmp_path / "runs", policies={"main": {"model": {"path": model, "lora": lora}}})
+
+    found = by_name(await dry_run(adapted(rank=4, targets=["q_proj", "v_proj"])))
+    assert re.fullmatch(r"ok: new, of rank 4 on \d+ matrices \(q_proj, v_proj\)", found["adapters"])
+    found = by_name(await dry_run(adapted(targets=["q_proj", "v_prj"])))
+    assert found["adapters"].startswith("failed: model.lora.targets is ['q_proj', 'v_prj']: no linear layer's name")
 
 
 async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import turnwise
 from support.lookup_envs import Graded
 from turnwise.agents import Agent, rollout
 from turnwise.config import load_config
-from turnwise.errors import ConfigError, RegistryError, TaskError
+from turnwise.errors import ConfigError, RegistryError, TaskError, TrainError
 from turnwise.references import reference_to
 from turnwise.tasks import SourceConfig, Task, load_tasks
 from turnwise.trainer.algorithm import AlgorithmConfig
@@ -23,6 +23,7 @@ from turnwise.trainer.api import Trainer
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.datasets import task_config
 from turnwise.trainer.losses import LossSums
+from turnwise.trainer.training import Training
 
 BASE: dict[str, Any] = {"steps": 3, "policies": {"main": {"model": {"path": "m"}}}}
 
@@ -81,6 +82,30 @@ def test_a_file_and_a_checked_configuration_are_taken_as_they_are(tmp_path: Path
         Trainer(file, "rollout.max_turnz=5").plan()
     with pytest.raises(ConfigError, match=r"algorithm\.minibatchez"):
         Trainer(file).plan(turnwise.GRPO(minibatchez=5))
+
+
+def test_an_algorithm_brings_its_critic_to_a_checked_configuration_too() -> None:
+    config = load_config(TrainConfig, None, [], {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}})
+    found = Trainer(config).plan(turnwise.PPO()).config
+    assert found.policy.critic is not None
+    assert found.model_copy(update={"policies": config.policies, "algorithm": config.algorithm}) == config
+    # One that is there stays.
+    said = {"main": {"model": {"path": "m"}, "critic": {"warmup_steps": 2}}}
+    config = load_config(
+        TrainConfig,
+        None,
+        ["algorithm.advantage=gae"],
+        {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}, "policies": said},
+    )
+    critic = Trainer(config).plan(turnwise.PPO()).config.policy.critic
+    assert critic is not None
+    assert critic.warmup_steps == 2
+
+
+async def test_a_step_wants_a_group() -> None:
+    run: Any = types.SimpleNamespace(state=types.SimpleNamespace(step=4))
+    with pytest.raises(TrainError, match=r"step 5: learn\(\) was given no group"):
+        await Training(run).learn([])
 
 
 def test_a_named_algorithm_replaces_the_formula_and_keeps_the_rest() -> None:

@@ -13,16 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from support.tiny_lm import make_model, save_model
 from turnwise.errors import CheckpointError, FormatError, TrainError
-from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, is_adapter, read_adapter
+from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, is_adapter, model_under, read_adapter
 from turnwise.inference.attention import PoolPlan, StepPlan, prefill_blocks
 from turnwise.inference.causal_lm import CausalLM
 from turnwise.inference.kv_pool import KVPool
+from turnwise.trainer.audit import is_float32
 from turnwise.trainer.config import PolicyConfig
 from turnwise.trainer.engines import open_learner
 from turnwise.trainer.learner import Learner
+from turnwise.trainer.lora import LoRAConfig
 from turnwise.trainer.objectives import CrossEntropyObjective
 from turnwise.trainer.packing import TrainRow, pack
-from turnwise.trainer.policy import load_model
+from turnwise.trainer.policy import load_model, try_adapters
 
 peft = pytest.importorskip("peft")
 Row = Callable[..., TrainRow]
@@ -184,3 +186,36 @@ def test_broken_and_other_adapters_are_named(base: Path, rows: list[TrainRow], t
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks adapter_model\.safetensors"):
         learner_of(base).load(tmp_path)
+
+
+def test_every_end_of_a_name_has_to_mean_a_layer(base: Path) -> None:
+    with pytest.raises(TrainError, match=r"model\.lora\.targets is \['q_proj', 'nope'\]: .* ends in 'nope'"):
+        learner_of(base, {"targets": ["q_proj", "nope"]})
+
+
+def test_adapters_are_tried_without_the_weights(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+    info = try_adapters(base, LoRAConfig(rank=4, targets=["q_proj", "up_proj"]))
+    assert (info.rank, info.alpha, len(info.targets)) == (4, 8.0, 4)
+    trained(learner_of(base, {"alpha": 3.0}), rows, 1).save(tmp_path / "saved")
+    info = try_adapters(base, LoRAConfig(path=tmp_path / "saved"))
+    assert (info.rank, info.alpha, len(info.targets)) == (4, 3.0, 14)
+    for lora, said in (
+        (LoRAConfig(targets=["lm_head"]), "lm_head is the output matrix"),
+        (LoRAConfig(path=tmp_path / "nowhere"), r"model\.lora\.path is .*nowhere"),
+        (LoRAConfig(path=tmp_path / "saved", rank=8), r"model\.lora\.rank is 8"),
+    ):
+        with pytest.raises(TrainError, match=said):
+            try_adapters(base, lora)
+
+
+def test_what_a_server_computes_in_is_decided_by_the_model_under_the_adapter(
+    base: Path, rows: list[TrainRow], tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    save_model(make_model("qwen3", initializer_range=0.1).bfloat16(), half)
+    trained(learner_of(half), rows, 1).save(tmp_path / "saved")
+    assert model_under(tmp_path / "saved") == half
+    assert CausalLM(tmp_path / "saved").dtype == torch.bfloat16
+    assert [is_float32(each, "auto") for each in (base, half, tmp_path / "saved")] == [True, False, False]
+    assert is_float32(half, "float32")
+    assert not is_float32(base, "bfloat16")

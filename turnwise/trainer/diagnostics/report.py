@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from turnwise.inference.core import Renderer
+from turnwise.trainer.audit import is_float32
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.diagnostics.gap import Gaps, gap_record, gap_words
 from turnwise.trainer.diagnostics.warnings import Setting, Warned, Warner, find_warnings
@@ -36,9 +37,8 @@ class Diagnostics:
         self._renderer = renderer
         self._warner = Warner()
         self._compares = config.algorithm.advantage not in _NO_GROUPS
-        self._exact = (
-            config.policy.model.compute_dtype == "float32" and config.inference.dtype in ("auto", "float32")
-        )  # fmt: skip
+        model = config.policy.model
+        self._exact = model.compute_dtype == "float32" and is_float32(model.path, config.inference.dtype)
 
     def step(
         self, step: int, metrics: Mapping[str, float], gaps: Gaps, groups: Sequence[TrajectoryGroup]
@@ -58,8 +58,7 @@ class Diagnostics:
             record = gap_record(gaps, held, self._renderer)
             self._log.log({"kind": "gap", "step": step, **record})
             words = gap_words(record)
-        # The first weights may have been saved, and so served, in fewer bits.
-        setting = Setting(exact=self._exact and step > 1, compares=self._compares, worst_gap=words)
+        setting = Setting(exact=self._exact, compares=self._compares, worst_gap=words)
         return self._warner.due(step, find_warnings(metrics, setting))
 
     def close(self) -> None:

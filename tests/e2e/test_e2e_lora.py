@@ -1,0 +1,44 @@
+"""A run that goes on with an adapter: what samples is what trains, from the first episode on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from support.lookup_run import MODEL, build_model, lines, shared, silent, train_config
+from turnwise.trainer.audit import audit_run
+from turnwise.trainer.lora import LoRAConfig
+from turnwise.trainer.policy import load_model
+from turnwise.trainer.train import run_train
+
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared(tmp_path_factory, "lookup-model", build_model) / MODEL
+
+
+def test_servers_are_sent_the_adapter_that_a_run_begins_with(model: Path, tmp_path: Path) -> None:
+    adapted = load_model(model, lora=LoRAConfig(rank=2, targets=["o_proj"]))
+    assert adapted.lora is not None
+    torch.manual_seed(0)
+    for name, tensor in adapted.lora.tensors():
+        if "lora_B" in name:
+            tensor.normal_(std=0.05)
+    adapted.save_trained(tmp_path / "adapter")
+    policies: dict[str, Any] = {"main": {"model": {"lora": {"path": str(tmp_path / "adapter")}}}}
+    run_train(train_config(model, tmp_path, steps=1, policies=policies), console=silent())
+    [step] = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
+    # The model without it would be far off: what is exact is the adapter.
+    assert 0 < step["gap/max"] < 1e-4
+    report = audit_run(tmp_path / "run", console=silent())
+    assert report.sound
+    assert report.counts["weight versions recomputed"] == 1
+    frozen: dict[str, Any] = {"frozen": {"before": {"start": True}}}
+    with pytest.raises(ValidationError, match=r"rollout\.frozen\.before\.start is true, but the run begins with the"):
+        train_config(model, tmp_path, policies=policies, rollout=frozen)
