@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
-from support.lookup_run import lines, silent, train_config
+from support.lookup_run import EXAMPLE, example, lines, silent, train_config
+from turnwise.config import load_config
+from turnwise.evaluation.config import EvalConfig
+from turnwise.evaluation.standalone import run_eval
 from turnwise.trainer.audit import audit_run
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.train import run_train
+
+DISTILL = EXAMPLE.parent / "objectives" / "distill.yaml"
+# Of how many demonstrations the models of the long test are made, and for how many steps of 24 they are shown them.
+DEMONSTRATIONS, TEACHER_STEPS, STUDENT_STEPS = 4000, 80, 100
 
 
 def steps(run: Path) -> list[dict]:
@@ -37,3 +51,67 @@ def test_a_teacher_of_the_same_weights_has_nothing_to_say_at_first(lookup_model:
     report = audit_run(tmp_path / "run", console=silent())
     assert report.contradictions == []
     assert report.counts["turns equal to a call"] == report.counts["turns"]
+
+
+def right(messages: list[dict[str, Any]]) -> bool:
+    """Whether a demonstration makes both calls and answers with what the second one told."""
+    answers = [message["content"] for message in messages if message["role"] == "tool"]
+    return len(answers) == 2 and messages[-1]["content"] == answers[1]
+
+
+def shown(runs: Path, name: str, rows: list[dict[str, Any]], steps: int) -> Path:
+    """Train the model ``runs / "base"`` on demonstrations."""
+    data = runs / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        "name": name,
+        "runs": runs,
+        "data": data,
+        "model": {"path": runs / "base", "threads": 1},
+        "steps": steps,
+        "conversations": 24,
+        "optim": {"name": "muon", "lr": 4e-3, "muon": {"lr": 0.02}},
+        "schedule": {"kind": "wsd", "warmup_steps": 8, "decay_fraction": 0.4},
+    }
+    return run_sft(SFTConfig.model_validate(given), console=silent()).model
+
+
+def success(figures: dict[str, Any] | None) -> float:
+    assert figures is not None
+    return figures["sampled"]["success"]["mean"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_student_of_wrong_demonstrations_becomes_nearly_as_good_as_its_teacher(tmp_path: Path) -> None:
+    rows = asyncio.run(example("teacher").demonstrations(DEMONSTRATIONS, seed=0))
+    example("make_model").make_model(tmp_path / "base", rows, seed=0)
+    # The teacher has seen the right ones alone; the student all of them, of which four in five are wrong.
+    good = [row for row in rows if right(row["messages"])]
+    expert = shown(tmp_path, "expert", good, TEACHER_STEPS)
+    novice = shown(tmp_path, "novice", rows, STUDENT_STEPS)
+    given = [f"policies.main.model.path={novice}", f"rollout.frozen.expert.model={expert}", f"runs={tmp_path}"]
+    config = load_config(TrainConfig, DISTILL, given)
+    assert config.eval is not None
+    asked = {
+        "model": expert,
+        "out": tmp_path / "played",
+        "tasks": config.eval.tasks,
+        "samples": config.eval.samples,
+        "greedy": False,
+        "rollout": {"env": {"name": "lookup"}, "max_turns": 4, "max_tokens_per_turn": 24},
+        "inference": {"threads": 1},
+    }
+    taught = success(run_eval(EvalConfig.model_validate(asked), console=silent()).to_json())
+    summary = run_train(config, console=silent())
+    before, after = success(summary.before), success(summary.after)
+    apart = [each["distill/reverse_kl"] for each in steps(summary.directory)]
+    print(f"student {before:.3f} to {after:.3f}, teacher {taught:.3f}; {summary.cpu_s:.0f} CPU-s in all")
+    print(f"reverse KL {[round(each, 3) for each in apart]}")
+    # The bar of every algorithm on this job. No reward was read: config.algorithm.distill alone says what is learned.
+    assert config.algorithm.distill is not None
+    assert config.algorithm.distill.reward_coef == 0
+    assert before <= 0.35
+    assert taught >= 0.95
+    assert after > 0.85
+    assert np.mean(apart[-5:]) < 0.2 * apart[0]
