@@ -18,7 +18,7 @@ from turnwise.trainer.advantages import (
     ADVANTAGE_DATA,
     CRITIC_ADVANTAGES,
     CRITIC_ARGUMENTS,
-    WITHOUT_GROUPS,
+    WITH_GROUPS,
     advantage_fn,
 )
 from turnwise.trainer.aggregation import LossAggregation
@@ -350,7 +350,7 @@ class AlgorithmConfig(BaseModel):
     def compares_groups(self) -> bool:
         """Whether a trajectory is held against the others of its group, so that a group of one teaches nothing."""
         taught_alone = self.distill is not None and not self.distill.reward_coef
-        return self.advantage not in WITHOUT_GROUPS and not taught_alone
+        return self.advantage in WITH_GROUPS and not taught_alone
 
     @property
     def leaves_out_dead(self) -> bool:

@@ -22,12 +22,14 @@ from turnwise.trainer.config import CriticConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner, pick_device
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.losses import LossSums, value_loss
+from turnwise.trainer.model_words import check_words
 from turnwise.trainer.objectives import Objective
 from turnwise.trainer.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.policy import Policy, TokenScores, load_model, load_weights
 from turnwise.types import StopReason
 
+KEY = "policies.main.critic.path"
 HEAD_FILE = "critic.pt"
 DEFAULT_COEF = 0.5
 VALUE_SUMS = ("critic/loss", "critic/clip_fraction")
@@ -162,6 +164,7 @@ class Critic:
             directory: A saved critic to go on with.
 
         Raises:
+            ConfigError: It would start from a model with another tokenizer.
             TrainError: Its model cannot be loaded or trained, or the policy's cannot be shared.
             CheckpointError: What was saved cannot be read.
         """
@@ -178,6 +181,7 @@ class Critic:
         else:
             model = config.model
             path = directory or critic.path or model.path
+            check_words(path, model.path, KEY)
             policy = load_model(
                 path,
                 device=pick_device(model.device),

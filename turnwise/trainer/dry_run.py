@@ -36,6 +36,7 @@ from turnwise.trainer.credit import load_credit
 from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines.torch import pick_device
 from turnwise.trainer.lora import LoRAConfig
+from turnwise.trainer.model_words import check_words
 from turnwise.trainer.policy import try_adapters
 from turnwise.trainer.reference import reference_path
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
@@ -284,6 +285,7 @@ async def _critic(policy: PolicyConfig) -> str:
         return "a head on the policy's model"
     path = policy.critic.path or policy.model.path
     _model_settings(path, f"policies.main.critic.path is {path}")
+    check_words(path, policy.model.path, "policies.main.critic.path")
     return f"{path}: a model of its own"
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self
 
-import orjson
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from turnwise.trainer.engines.torch import pick_device
 from turnwise.trainer.experience import Collected
 from turnwise.trainer.kl import KLConfig, KLControl, KLTerm, RowKey, charge
 from turnwise.trainer.learner import Learner
+from turnwise.trainer.model_words import check_words
 from turnwise.trainer.packing import MicroBatch, TrainRow
 from turnwise.trainer.policy import Policy, load_model
 from turnwise.trainer.update import recompute_logprobs
@@ -89,12 +89,7 @@ def reference_path(config: KLConfig, model: ModelConfig) -> Path:
     if not (found / "config.json").is_file():
         what = "no config.json is in it" if found.is_dir() else "there is no such folder"
         raise ConfigError(f"{KEY} is {found}: {what}: name the directory of a Hugging Face model, or initial")
-    mine, theirs = _vocabulary(model.path), _vocabulary(found)
-    if mine is not None and theirs is not None and mine != theirs:
-        raise ConfigError(
-            f"{KEY} is {found}, whose tokenizer.json has another vocabulary than that of {model.path}: it would score "
-            "other words; name a model with the same tokenizer"
-        )
+    check_words(found, model.path, KEY)
     return found
 
 
@@ -198,14 +193,3 @@ class KLGuard:
 
     def _score(self, rows: Sequence[TrainRow]) -> dict[RowKey, Tensor]:
         return recompute_logprobs(self.reference, rows, self.batch)
-
-
-def _vocabulary(directory: Path) -> object:
-    """Return what a tokenizer's ids stand for, or None where no tokenizer.json says it."""
-    file = directory / "tokenizer.json"
-    try:
-        record = orjson.loads(file.read_bytes())
-        added = {each["content"]: each["id"] for each in record.get("added_tokens", ())}
-        return record["model"]["vocab"], added
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,6 +279,25 @@ def test_what_does_not_fit_together_is_said_before_work_starts(
     }
     with pytest.raises((ValueError, ConfigError), match=message):
         train_config(tmp_path, tmp_path, **merged)
+
+
+def test_a_critic_reads_the_same_words(model_dir: Models, tmp_path: Path) -> None:
+    learner, _ = make(model_dir(), "own")
+    folders = []
+    for name, words in (("mine", {"a": 0, "b": 1}), ("theirs", {"a": 1, "b": 0})):
+        folders.append(shutil.copytree(model_dir(), tmp_path / name))
+        (folders[-1] / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
+    mine, theirs = folders
+    given = {"model": ModelConfig(path=mine, device="cpu"), "critic": CriticConfig(path=theirs)}
+    with pytest.raises(ConfigError, match=r"policies.main.critic.path is .*theirs, whose tokenizer.json has another"):
+        Critic.create(PolicyConfig(**given), learner, 1)
+
+
+def test_an_estimator_of_the_users_may_compare_no_groups(tmp_path: Path) -> None:
+    (tmp_path / "mine_alone.py").write_text("def alone(rewards, groups): ...")
+    given = {"advantage": f"{tmp_path / 'mine_alone.py'}:alone"}
+    config = train_config(tmp_path, tmp_path, algorithm=given, rollout={"group_size": 1})
+    assert not config.algorithm.compares_groups
 
 
 def test_reinforce_plus_plus_takes_groups_of_one(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ ADVANTAGES: dict[str, AdvantageFn] = {
 
 WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Those that hold a trajectory against something else than the others of its group: a group of one teaches, too."""
+WITH_GROUPS = frozenset(ADVANTAGES) - WITHOUT_GROUPS
+"""Those by which a group of one teaches nothing. What an estimator of the user's holds it against nobody here knows."""
 
 
 def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
@@ -80,6 +82,7 @@ def advantage_fn(name: str) -> Callable[..., Any]:
 
 __all__ = [
     "ADVANTAGES", "ADVANTAGE_ARGUMENTS", "ADVANTAGE_DATA", "CRITIC_ADVANTAGES", "CRITIC_ARGUMENTS", "WITHOUT_GROUPS",
+    "WITH_GROUPS",
     "AdvantageFn", "Advantages", "TokenAdvantages", "advantage_fn", "critic_gae", "dr_grpo", "gae", "gdpo", "gigpo",
     "gpg", "grpo", "opo", "passk", "register_advantage", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
     "returns_to_go", "rloo", "token_rewards", "whitened",
