@@ -92,12 +92,20 @@ class RunDirectory:
 
     def check_removable(self, config: TrainConfig) -> None:
         """Refuse to begin anew with a model that lies in what would be removed. Raises ConfigError."""
-        model = Path(config.policy.model.path)
-        if self.path.resolve() in (model.resolve(), *model.resolve().parents):
-            raise ConfigError(
-                f"policies.main.model.path is {model}, inside the run {self.path} that --fresh would remove: choose "
-                "another name, or copy the model elsewhere"
-            )
+        policy, kl = config.policy, config.algorithm.kl
+        named = {
+            "policies.main.model.path": policy.model.path,
+            "policies.main.model.lora.path": policy.model.lora and policy.model.lora.path,
+            "policies.main.critic.path": policy.critic and policy.critic.path,
+            "algorithm.kl.reference": kl and kl.reference,
+            **{f"rollout.frozen.{name}.model": frozen.model for name, frozen in config.rollout.frozen.items()},
+        }
+        for key, model in named.items():
+            if isinstance(model, Path) and self.path.resolve() in (model.resolve(), *model.resolve().parents):
+                raise ConfigError(
+                    f"{key} is {model}, inside the run {self.path} that --fresh would remove: choose another name, or "
+                    "copy the model elsewhere"
+                )
 
     def begin(self, config: TrainConfig, digest: str, *, fresh: bool) -> int:
         """Write the configuration down, without what an earlier run left if ``fresh``.

@@ -53,7 +53,7 @@ class Training:
     @property
     def finished(self) -> bool:
         """Whether the budget is spent."""
-        return self.run.budget.ended is not None
+        return self.run.ended is not None
 
     @property
     def train_tasks(self) -> list[Task]:

@@ -93,6 +93,23 @@ def test_fresh_keeps_a_model_that_the_run_is_to_begin_with(tmp_path: Path, model
     home.check_removable(config(str(tmp_path / "r2")))
 
 
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [
+        ("policies.main.model.lora.path", {"policies": {"main": {"model": {"path": "m", "lora": {"path": "r/c"}}}}}),
+        ("algorithm.kl.reference", {"algorithm": {"kl": {"coef": 0.1, "reference": "r/c"}}}),
+        ("rollout.frozen.old.model", {"rollout": {"env": {"name": "lookup"}, "frozen": {"old": {"model": "r/c"}}}}),
+    ],
+)
+def test_fresh_keeps_whatever_else_the_run_reads(
+    key: str, section: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{key} is .*inside the run"):
+        RunDirectory(tmp_path / "r").check_removable(config(**section))
+    RunDirectory(tmp_path / "other").check_removable(config(**section))
+
+
 def save(store: CheckpointStore, step: int, digest: str) -> Path:
     return store.save(TrainerState(step, config_digest=digest), lambda directory: (directory / "w").write_bytes(b"1"))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from pydantic import ValidationError
 from rich.console import Console
 
 from support.chat_models import build_model_dir
@@ -137,6 +138,27 @@ def test_only_assistant_tokens_are_trained_and_the_prompt_is_the_templates(
 def load_demonstrations_of(rows: list[dict[str, Any]]) -> list[Demonstration]:
     lines = [demonstrations_module._demonstration(f"row {n}", row) for n, row in enumerate(rows)]
     return lines
+
+
+def test_what_conversations_share_is_computed_once_and_changes_nothing(
+    start: Callable[[str], Path], tmp_path: Path
+) -> None:
+    found = {}
+    for name, shared in (("whole", False), ("shared", True)):
+        config = configure(start("qwen3"), tmp_path, name=name, steps=1, share_prefixes=shared)
+        run_sft(config, console=quiet())
+        records = list(read_metrics(tmp_path / "runs" / name / "metrics.jsonl"))
+        found[name] = [value for record in records for value in (record["train/nll"], record["train/grad_norm"])]
+    assert found["shared"] == pytest.approx(found["whole"], abs=1e-5)
+
+
+def test_a_loss_that_needs_a_scale_says_so_before_anything_is_read(tmp_path: Path) -> None:
+    norm = {"loss_aggregation": "seq_mean_token_sum_norm"}
+    with pytest.raises(ValidationError, match="loss_scale is None, and loss_aggregation is seq_mean_token_sum_norm"):
+        configure(tmp_path, tmp_path, **norm)
+    with pytest.raises(ValidationError, match=r"loss_scale is 8\.0, and loss_aggregation is token_mean"):
+        configure(tmp_path, tmp_path, loss_scale=8.0)
+    assert configure(tmp_path, tmp_path, loss_scale=8.0, **norm).loss_scale == 8.0
 
 
 def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tmp_path: Path) -> None:

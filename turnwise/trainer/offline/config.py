@@ -124,16 +124,26 @@ class SFTConfig(OfflineConfig):
             (rejection sampling).
         conversations: Conversations per optimizer step.
         loss_aggregation: What the loss is averaged over.
+        loss_scale: What sums are divided by where ``loss_aggregation`` is ``seq_mean_token_sum_norm``.
+        share_prefixes: Compute once what the conversations of a micro-batch have in common at their beginning (a system
+            prompt with its tools, the prompt of a task). The result is the same up to rounding.
     """
 
     trajectories: FilterConfig | None = None
     conversations: PositiveInt = 32
     loss_aggregation: LossAggregation = "token_mean"
+    loss_scale: PositiveFloat | None = None
+    share_prefixes: bool = False
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.data is None) == (self.trajectories is None):
             raise ValueError("either data (a jsonl file of demonstrations) or trajectories (recorded ones), and one")
+        if (self.loss_aggregation == "seq_mean_token_sum_norm") != (self.loss_scale is not None):
+            raise ValueError(
+                f"loss_scale is {self.loss_scale}, and loss_aggregation is {self.loss_aggregation}: the one belongs to "
+                "seq_mean_token_sum_norm, which needs it"
+            )
         return self
 
 

@@ -52,8 +52,10 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
     objective = CrossEntropyObjective()
 
     def make(chosen: list[int]) -> Batch:
-        weighed, normalizer = weigh([row for index in chosen for row in rows[index]], config.loss_aggregation)
-        return Batch(pack(weighed, config.max_tokens_per_micro_batch), objective, normalizer)
+        mine = [row for index in chosen for row in rows[index]]
+        weighed, normalizer = weigh(mine, config.loss_aggregation, scale=config.loss_scale)
+        packed = pack(weighed, config.max_tokens_per_micro_batch, share_prefixes=config.share_prefixes)
+        return Batch(packed, objective, normalizer)
 
     order = shuffled(len(rows), config.conversations, config.seed)
     metrics = fit(config, learner, steps, order, make, _SHOWN, console)
