@@ -173,7 +173,8 @@ def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
     last = sum(segment.sampled for segment in trajectory.segments) - 1
     for number, sample in enumerate(samples):
         whole = sum(len(segment.ids) for segment in trajectory.path(sample.leaf))
-        if len(sample.input_ids) == whole and bool((sample.turn_ids[sample.loss_mask] == last).any()):
+        # Whether any of it is trained says nothing: an agent's account may leave the last turn out.
+        if len(sample.input_ids) == whole and bool((sample.turn_ids == last).any()):
             return number
     return -1
 

@@ -112,6 +112,12 @@ def test_an_open_end_is_worth_what_the_critic_says_of_the_last_state() -> None:
     assert rows[5][2] == pytest.approx([0, 0, 1.55625, 3.1125, 0, 4.45, 0], abs=1e-5)
     assert rows[8][2] == pytest.approx([0, 4.225], abs=1e-5)
     assert found.metrics["critic/open_ended"] == 1
+    # The last turn is not trained, left out by the agent: the end is as open. G(41) = 2 + 4 + 0.45, G(22) = 1 + 3.225.
+    short = interleaved(StopReason.MAX_TURNS)
+    short.segments[5] = dataclasses.replace(short.segments[5], left_out=((0, 1),))
+    _, untold = experience([short], Reader(StopReason.MAX_TURNS))
+    assert by_first_id(untold)[8][2] == pytest.approx([0, 6.45], abs=1e-5)
+    assert by_first_id(untold)[5][2] == pytest.approx([0, 0, 2.1125, 4.225, 0, 0, 0], abs=1e-5)
     # The row that is trained is the one that was sampled: what was asked after it is no part of it.
     assert [len(row.sample.input_ids) for row in found.rows] == [2, 7]
     # Where the reason does not leave the end open, or tokens at the end were cut off, nothing is added.
