@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from turnwise.errors import ConfigError, shown
 from turnwise.trainer.algorithm import AlgorithmConfig
@@ -43,9 +43,17 @@ class Algorithm:
     replaces: ClassVar[tuple[str, ...]] = ()
     """Keys of a configuration's section that are forgotten: those that belong to another formula."""
 
+    settings: dict[str, Any]
+    sections: dict[str, Any]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Make one without keys: a subclass whose constructor is its own may leave this one out."""
+        made = super().__new__(cls)
+        made.settings, made.sections = {}, {}
+        return made
+
     def __init__(self, **settings: Any) -> None:
-        self.settings: dict[str, Any] = settings
-        self.sections: dict[str, Any] = {}
+        self.settings = settings
 
     async def run(self, training: Training) -> None:
         """Train until the budget is spent.
@@ -64,11 +72,12 @@ class _Named(Algorithm):
     """An algorithm that has a name: its formula replaces the configuration's."""
 
     replaces = FORMULA_KEYS
-    preset: ClassVar[dict[str, Any]]
+    preset: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, **preset: Any) -> None:
         super().__init_subclass__()
-        cls.preset = preset
+        # A user's subclass of a named one keeps its formula.
+        cls.preset = {**cls.preset, **preset}
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**self.preset, **settings})

@@ -102,6 +102,30 @@ def test_an_algorithm_brings_its_critic_to_a_checked_configuration_too() -> None
     assert critic.warmup_steps == 2
 
 
+def test_a_subclass_keeps_the_formula_and_may_have_a_constructor_of_its_own() -> None:
+    class Mine(turnwise.RLOO):
+        async def run(self, training) -> None: ...
+
+    class Own(turnwise.Algorithm):
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        async def run(self, training) -> None: ...
+
+    class Judged(turnwise.PPO, loss="cispo"):
+        pass
+
+    trainer = Trainer({**BASE, "algorithm": {"loss": "gspo"}}, env="lookup", name="r")
+    config = trainer.plan(Mine(minibatches=2)).config.algorithm
+    assert (config.advantage, config.loss, config.minibatches) == ("rloo", "ppo_clip", 2)
+    assert trainer.plan(Own(3)).config.algorithm.loss == "gspo"
+    config = trainer.plan(Judged).config.algorithm
+    assert (config.advantage, config.loss, config.drop_zero_variance) == ("gae", "cispo", False)
+    # What one object is told is nobody else's.
+    assert turnwise.RLOO(minibatches=2).settings != turnwise.RLOO().settings
+    assert turnwise.Algorithm().settings == {}
+
+
 async def test_a_step_wants_a_group() -> None:
     run: Any = types.SimpleNamespace(state=types.SimpleNamespace(step=4))
     with pytest.raises(TrainError, match=r"step 5: learn\(\) was given no group"):
