@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from turnwise.trainer.engines import ENGINES, open_learner
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.learner_checker import check_learner
+from turnwise.trainer.packing import MicroBatch
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "torch": {"optim": {"lr": 1e-3}},
@@ -101,6 +103,20 @@ class NamesTwice(TorchLearner):
         yield next(iter(super().export_weights()))
 
 
+class ReadsNoParents(TorchLearner):
+    """Takes the segments of a tree for rows."""
+
+    def forward_backward(self, batches, objective, normalizer) -> Stats:
+        return super().forward_backward([_end_to_end(each) for each in batches], objective, normalizer)
+
+    def logprobs(self, batches) -> list[torch.Tensor]:
+        return super().logprobs([_end_to_end(each) for each in batches])
+
+
+def _end_to_end(batch: MicroBatch) -> MicroBatch:
+    return replace(batch, segments=tuple((start, length, -1) for start, length, _ in batch.segments))
+
+
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
@@ -110,6 +126,7 @@ class NamesTwice(TorchLearner):
         (ForgetsTemperature, "trained and those that logprobs.. returns differ"),
         (ForgetsMoments, "the optimizer's state is not whole"),
         (NamesTwice, "yields a name twice"),
+        (ReadsNoParents, "before a step on rows that share their beginning and on the same rows one by one differ"),
     ],
 )
 def test_what_breaks_it_is_noticed(model: Path, broken: type[Learner], says: str) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from turnwise.trainer.learner import Learner
 from turnwise.trainer.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.policy import load_model
+from turnwise.trainer.prefix_tree import SHORTEST_SHARED
 from turnwise.trajectory import TrainSample
 
 _LENGTHS = (9, 14, 6, 11, 7)
@@ -34,20 +36,20 @@ class _Exam:
     tolerance: float
     home: Path
 
-    def step(self, learner: Learner, budget: int = _WHOLE, *, calls: int = 1) -> float:
+    def step(self, learner: Learner, budget: int = _WHOLE, *, calls: int = 1, shared: bool = False) -> float:
         """Take an optimizer step on all rows, in so many calls; return the loss."""
         loss, size = 0.0, -(-len(self.rows) // calls)
         for start in range(0, len(self.rows), size):
-            batches = pack(self.rows[start : start + size], budget)
+            batches = pack(self.rows[start : start + size], budget, share_prefixes=shared)
             for batch in batches:
                 batch.old_logprobs = batch.rollout_logprobs
             loss += learner.forward_backward(batches, PolicyObjective(), 10.0).loss
         learner.optim_step()
         return loss
 
-    def logprobs(self, learner: Learner, budget: int = _WHOLE) -> Tensor:
+    def logprobs(self, learner: Learner, budget: int = _WHOLE, *, shared: bool = False) -> Tensor:
         """Return the log-probabilities of all trained tokens in the order of the rows."""
-        batches = pack(self.rows, budget)
+        batches = pack(self.rows, budget, share_prefixes=shared)
         found: dict[int, Tensor] = {}
         for batch, scores in zip(batches, learner.logprobs(batches), strict=True):
             parts = torch.split(scores.cpu(), [self.rows[index].sample.trained_tokens for index in batch.rows])
@@ -63,9 +65,10 @@ class _Exam:
 def check_learner(make: Callable[[], Learner], *, vocabulary: int, tolerance: float = 1e-4) -> list[str]:
     """Train a learner on a few random rows, and say what of its contract it breaks.
 
-    Checked are: that neither the split into micro-batches nor the number of calls changes a step; that what it scores
-    is what it trains; that scoring and steps without gradient change nothing; that what it exports and writes is the
-    model that it scores; that a checkpoint brings back everything, bit for bit; that offloading loses nothing.
+    Checked are: that neither the split into micro-batches nor the number of calls changes a step, nor that rows share
+    their beginning in one; that what it scores is what it trains; that scoring and steps without gradient change
+    nothing; that what it exports and writes is the model that it scores; that a checkpoint brings back everything, bit
+    for bit; that offloading loses nothing.
 
     Args:
         make: Returns a new learner, each time with the same weights and of the same settings: a learning rate above 0
@@ -81,7 +84,7 @@ def check_learner(make: Callable[[], Learner], *, vocabulary: int, tolerance: fl
     found: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         exam = _Exam(make, rows, tolerance, Path(folder))
-        for check in (_splits, _scores, _idle, _exports, _checkpoints, _offloads):
+        for check in (_splits, _trees, _scores, _idle, _exports, _checkpoints, _offloads):
             try:
                 found += check(exam)
             except TurnwiseError as error:
@@ -106,6 +109,24 @@ def _splits(exam: _Exam) -> list[str]:
             if gap := exam.gap(left, right):
                 found.append(f"{what} a step in {first} and in {second} differ by {gap}")
     return found
+
+
+def _trees(exam: _Exam) -> list[str]:
+    """Rows laid as a tree (``MicroBatch.segments`` with parents) against the same rows end to end."""
+    begin = np.concatenate([row.sample.input_ids for row in exam.rows])[: SHORTEST_SHARED + 1]
+    exam = replace(exam, rows=[_behind(begin, row) for row in exam.rows])
+    results = []
+    for shared in (False, True):
+        learner = exam.make()
+        before = exam.logprobs(learner, shared=shared)
+        loss = exam.step(learner, shared=shared)
+        results.append((before, torch.tensor(loss), exam.logprobs(learner)))
+    names = ("log-probabilities before", "the loss of", "log-probabilities after")
+    return [
+        f"{what} a step on rows that share their beginning and on the same rows one by one differ by {gap}"
+        for what, one, other in zip(names, *results, strict=True)
+        if (gap := exam.gap(one, other))
+    ]
 
 
 def _scores(exam: _Exam) -> list[str]:
@@ -213,6 +234,20 @@ def _exported(learner: Learner) -> dict[str, Tensor]:
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor.cpu(), other[name]) for name, tensor in one.items())
+
+
+def _behind(begin: npt.NDArray[np.int32], row: TrainRow) -> TrainRow:
+    """Return a row with ids before it, of which none is trained."""
+    sample, count = row.sample, len(begin)
+    longer = replace(
+        sample,
+        input_ids=np.concatenate([begin, sample.input_ids]),
+        loss_mask=np.concatenate([np.zeros(count, np.bool_), sample.loss_mask]),
+        rollout_logprobs=np.concatenate([np.zeros(count, np.float32), sample.rollout_logprobs]),
+        weight_versions=np.concatenate([np.full(count, -1, np.int32), sample.weight_versions]),
+        turn_ids=np.concatenate([np.full(count, -1, np.int32), sample.turn_ids]),
+    )
+    return replace(row, sample=longer)
 
 
 def _row(random: np.random.Generator, number: int, length: int, vocabulary: int) -> TrainRow:
