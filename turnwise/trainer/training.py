@@ -122,6 +122,8 @@ class Training:
         if batch is None:
             raise TrainError("learn() comes after rollouts(): nothing was rolled out since the last step")
         metrics = await train_on(self.run, replace(batch, groups=list(groups)))
+        # Counted anew in each step: a run that goes on from a checkpoint asks under the ids of one that never stopped.
+        self._asked = 0
         await finish_step(self.run)
         return metrics
 

@@ -22,6 +22,7 @@ from turnwise.trainer.algorithms import ALGORITHMS, Algorithm, as_algorithm
 from turnwise.trainer.api import Trainer
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.datasets import task_config
+from turnwise.trainer.loops.sync import Batch
 from turnwise.trainer.losses import LossSums
 from turnwise.trainer.training import Training
 
@@ -130,6 +131,39 @@ async def test_a_step_wants_a_group() -> None:
     run: Any = types.SimpleNamespace(state=types.SimpleNamespace(step=4))
     with pytest.raises(TrainError, match=r"step 5: learn\(\) was given no group"):
         await Training(run).learn([])
+
+
+async def test_requests_of_a_step_have_the_same_seeds_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(TrainConfig, None, [], {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}})
+    tags: list[str] = []
+
+    async def rolled_out(run: Any, requests: Any) -> Batch:
+        tags.extend(request.tag for request in requests)
+        return Batch([], {}, 0.0, 1.0)
+
+    async def trained(run: Any, batch: Batch) -> dict[str, float]:
+        run.state.step += 1
+        return {}
+
+    async def finished(run: Any) -> None: ...
+
+    for name, function in (("roll_out", rolled_out), ("train_on", trained), ("finish_step", finished)):
+        monkeypatch.setattr(f"turnwise.trainer.training.{name}", function)
+
+    def at(step: int) -> Training:
+        parts: Any = types.SimpleNamespace(
+            config=config, state=types.SimpleNamespace(step=step), tasks=types.SimpleNamespace(epoch=0)
+        )
+        return Training(parts)
+
+    group: Any = object()
+    whole, resumed = at(0), at(1)
+    for training, steps in ((whole, 2), (resumed, 1)):
+        for _ in range(steps):
+            await training.rollouts([Task("t", "?")])
+            await training.rollouts([Task("t", "?")])
+            await training.learn([group])
+    assert tags == ["step1.1", "step1.2", "step2.1", "step2.2", "step2.1", "step2.2"]
 
 
 def test_a_named_algorithm_replaces_the_formula_and_keeps_the_rest() -> None:
