@@ -18,6 +18,7 @@ import orjson
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import CheckpointError, ConfigError, EnvError, TurnwiseError
+from turnwise.inference.adapter_dir import model_under
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
 from turnwise.inference.frozen import load_renderers
@@ -153,7 +154,7 @@ class _Checker:
 
     async def model(self) -> str:
         path = self._config.policy.model.path
-        settings = _model_settings(path, f"policies.main.model.path is {path}")
+        settings = _model_settings(model_under(path), f"policies.main.model.path is {path}")
         limits = [self._context, self._config.inference.max_context, settings.get("max_position_embeddings")]
         known = [limit for limit in limits if type(limit) is int]
         self._context = min(known, default=None)

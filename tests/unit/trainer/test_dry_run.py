@@ -97,6 +97,19 @@ async def test_adapters_are_put_on_the_model_without_its_weights(model: Path, tm
     assert found["adapters"].startswith("failed: model.lora.targets is ['q_proj', 'v_prj']: no linear layer's name")
 
 
+async def test_of_an_adapter_the_model_under_it_is_looked_at(model: Path, tmp_path: Path) -> None:
+    # As peft leaves it: without the settings of its model.
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(model)}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    found = by_name(await dry_run(config(folder, tmp_path / "runs")))
+    assert "Qwen3ForCausalLM, context 512" in found["model"]
+    (folder / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": "nowhere"}))
+    found = by_name(await dry_run(config(folder, tmp_path / "runs")))
+    assert "there is no such folder" in found["model"]
+
+
 async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
     wrong = config(
         tmp_path / "nowhere",
