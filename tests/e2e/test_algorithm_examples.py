@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("algorithms")
-@pytest.mark.parametrize("name", [each for each in NAMES if each != "gae"])  # whose test is that of the critic
+@pytest.mark.parametrize("name", NAMES)
 def test_it_learns_to_use_the_tools(name: str, runs: Path) -> None:
     out = play(runs, name, "--warm", str(runs / "warm"), *SHORT)
     summary = json.loads((runs / f"{name}-seed0" / "summary.json").read_text())
