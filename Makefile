@@ -5,7 +5,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 #   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 SEED ?= 0
-JOBS ?= 2
+# Tests side by side. Those of `make test` wait for processes now and then: three of them keep two cores busy.
+JOBS ?= 3
+LONG_JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.turnwise-installed
@@ -56,7 +58,7 @@ test: $(STAMP)  ## Run the tests that need nothing but this machine
 	$(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS)
 
 test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a crash matrix
-	$(TESTING) tests -m "long and not real and not gpu" -n $(JOBS) --dist loadgroup --timeout $(LIMIT_LONG) || test $$? -eq 5
+	$(TESTING) tests -m "long and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --timeout $(LIMIT_LONG) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
 test-real: real-needs $(STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure

@@ -21,6 +21,7 @@ def play(runs: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_example_runs_in_seconds(tmp_path: Path) -> None:
     assert "held-out piles" in play(tmp_path, "--smoke", "--name", "smoke", "algorithm.credit=gigpo", "eval=null")
     rows = lines(tmp_path / "smoke" / "trajectories.jsonl")

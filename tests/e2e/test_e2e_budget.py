@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from support.lookup_run import lines, silent, train_config
 from turnwise.trainer.run import open_run
@@ -28,7 +31,7 @@ def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(looku
     assert state["spent"]["wall_time"] > 0
     assert json.loads((run / "summary.json").read_text())["ended_by"] == "sampled_tokens"
 
-    # Half of the new budget is spent: the second step ends it, and its learning rate is half of the first's.
+    # Half of the new budget is spent. What the second step sampled before its update says how many steps there will be.
     more = config.model_copy(update={"budget": config.budget.model_copy(update={"sampled_tokens": 2 * sampled})})
     summary = run_train(more, console=silent())
     assert summary.ended_by == "sampled_tokens"
@@ -36,7 +39,10 @@ def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(looku
     assert summary.spent["sampled_tokens"] >= 2 * sampled
     begun, after, *_ = rates(run)
     assert begun == 1e-3
-    assert after == begun / 2
+    later = lines(run / "trajectories.jsonl")[len(first) : 2 * len(first)]
+    second = sum(len(each["ids"]) for record in later for each in record["segments"] if each["kind"] == "sampled")
+    steps = 2 / ((sampled + second) / (2 * sampled))
+    assert after == pytest.approx(begun * (1 - 1 / math.ceil(steps)))
 
 
 async def test_wall_time_counts_what_earlier_processes_took(lookup_model: Path, tmp_path: Path) -> None:

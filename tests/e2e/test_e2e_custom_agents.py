@@ -48,6 +48,7 @@ def test_rows_choose_their_agents_and_all_of_them_train(lookup_model: Path, tmp_
     assert [record["batch/trajectories"] for record in steps] == [12.0, 12.0]
 
 
+@pytest.mark.long
 def test_the_example_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE / "main.py"), "--smoke", "--runs", str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)

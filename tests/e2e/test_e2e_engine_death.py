@@ -67,6 +67,7 @@ async def in_flight(replica: BuiltinReplica) -> None:
                 return
 
 
+@pytest.mark.long
 async def test_a_server_killed_in_the_middle_of_a_rollout_is_recovered(
     lookup_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ def check(run: Path, steps: int) -> None:
     assert audit_run(run, recompute=False, console=silent()).contradictions == []
 
 
+@pytest.mark.long
 def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model: Path, tmp_path: Path) -> None:
     config = remote_config(lookup_model, tmp_path)
     with training(config) as run:

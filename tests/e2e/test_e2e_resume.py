@@ -187,7 +187,7 @@ async def test_a_killed_run_goes_on_bit_for_bit(
     assert "train steps undone by a kill" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     lookup_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

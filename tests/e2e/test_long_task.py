@@ -30,6 +30,7 @@ def success(summary: dict[str, Any], part: str, kind: str) -> float:
     return summary[part][kind]["success"]["mean"]
 
 
+@pytest.mark.long
 def test_the_example_runs_in_seconds(tmp_path: Path) -> None:
     play(tmp_path, "--smoke", "--name", "smoke")
     assert (tmp_path / "smoke" / "summary.json").exists()

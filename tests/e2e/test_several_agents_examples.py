@@ -23,6 +23,7 @@ def run(example: str, folder: Path, *arguments: str, timeout: int = 110) -> subp
     return done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("example", "roles"),
     [

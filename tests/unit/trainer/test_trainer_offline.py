@@ -357,7 +357,7 @@ def test_rejection_sampling_trains_the_recorded_ids(
     from turnwise.trainer.offline import sft
 
     real = sft.pack
-    monkeypatch.setattr(sft, "pack", lambda rows, budget: seen.extend(rows) or real(rows, budget))
+    monkeypatch.setattr(sft, "pack", lambda rows, budget, **how: seen.extend(rows) or real(rows, budget, **how))
     given = settings(model, tmp_path, trajectories={"path": str(home), "min_reward": 0.9}, conversations=2, steps=6)
     result = run_sft(SFTConfig.model_validate(given), console=quiet())
     expected = {each.id: to_samples(each).rows[0].input_ids.tolist() for each in (every[0], every[5])}
