@@ -20,6 +20,10 @@ CASES = {
         (EnvSpec("calculator", {"operations": 4, "largest": 500}), None),
         (EnvSpec("calculator"), next(calculator.tasks(1, split="test"))),
     ],
+    # These take sandboxes: see tests/real/test_code_env_real.py, and test_env_swe.py and test_env_terminal.py.
+    "code": [],
+    "swe": [],
+    "terminal": [],
     "guess_number": [
         (EnvSpec("guess_number"), None),
         (EnvSpec("guess_number", {"low": -5, "high": 5, "guesses": 1}), Task("a", "", {"number": -5})),

@@ -1,0 +1,127 @@
+"""The backend ``e2b``: the real SDK against a local server of E2B's protocol, whose commands really run.
+
+The whole contract over it is in ``tests/real/test_sandbox_examination.py``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.e2b_boxes import usable
+from support.e2b_server import KEY, Cloud, e2b_cloud
+from turnwise.errors import ConfigError, SandboxDied, SandboxError, SandboxStartError, SandboxUnavailable
+from turnwise.sandboxes import SandboxConfig, SandboxLimits, SandboxSpec
+from turnwise.sandboxes.checker import check_sandbox
+from turnwise.sandboxes.e2b import E2BBackend
+
+WHY = usable()
+boxed = pytest.mark.skipif(bool(WHY), reason=f"no machines for the local server: {WHY}")
+
+
+@pytest.fixture
+async def cloud(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Cloud, dict[str, Any]]]:
+    monkeypatch.setenv("E2B_API_KEY", KEY)
+    async with e2b_cloud() as served:
+        yield served
+
+
+@boxed
+async def test_it_keeps_the_contract(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+    config = SandboxConfig(name="e2b", config=cloud[1])
+    quick = ("exec: binary", "time-out: tree", "spawn: streams")
+    report = await check_sandbox(config, only=quick)
+    report.raise_for_failures()
+    assert report.summary == f"e2b (e2b): {len(quick)} passed"
+    assert not cloud[0].boxes
+
+
+@boxed
+async def test_a_sandbox_is_marked_bounded_and_told_from_a_dead_one(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+    served, config = cloud
+    backend = E2BBackend(template="python", lifetime=600, **config)
+    sandbox = backend.make(SandboxSpec(labels={"job": "mine"}))
+    await sandbox.start()
+    (asked,) = served.created
+    assert (asked["templateID"], asked["timeout"], asked["allow_internet_access"]) == ("python", 600, False)
+    assert asked["metadata"]["job"] == "mine"
+    # A second one, whose host is dead: only that is reaped.
+    other = backend.make(SandboxSpec(limits=SandboxLimits(network=True)))
+    await other.start()
+    assert served.created[1]["allow_internet_access"] is True
+    served.boxes[other.id].metadata["turnwise_host"] = f"{_dead()}-1"
+    assert await backend.reap() == 1
+    assert set(served.boxes) == {sandbox.id}
+    with pytest.raises(SandboxDied, match="gone"):
+        await other.exec(["true"])
+    await other.close()
+    assert (await sandbox.exec(["id", "-un"])).ok
+    await sandbox.close()
+    assert not served.boxes
+
+
+def _dead() -> int:
+    done = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    done.wait()
+    return done.pid
+
+
+@boxed
+async def test_a_user_that_the_template_does_not_have_is_named(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+    sandbox = E2BBackend(**cloud[1]).make(SandboxSpec(user="nobody-here"))
+    with pytest.raises(SandboxError, match="nobody-here"):
+        await sandbox.start()
+    assert not cloud[0].boxes
+
+
+async def test_starts_that_may_pass_are_told_from_those_that_never_will(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+    served, config = cloud
+    backend = E2BBackend(**config)
+    served.fail_starts = 1
+    with pytest.raises(SandboxStartError, match="no machine is free"):
+        await backend.make(SandboxSpec()).start()
+    with pytest.raises(SandboxUnavailable, match="template or snapshot 'no-such'"):
+        await backend.make(SandboxSpec(image="no-such")).start()
+    with pytest.raises(SandboxUnavailable, match=r"spec\.workspace"):
+        await backend.make(SandboxSpec(workspace=Path("no-such-folder"))).start()
+
+
+async def test_a_key_that_is_missing_or_wrong_is_said(
+    cloud: tuple[Cloud, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = E2BBackend(api_key_env="MY_E2B_KEY", **cloud[1])
+    with pytest.raises(SandboxUnavailable, match="MY_E2B_KEY holds no E2B API key"):
+        await backend.probe()
+    monkeypatch.setenv("MY_E2B_KEY", "e2b_wrong")
+    with pytest.raises(SandboxUnavailable, match="does not take the API key"):
+        await backend.probe()
+    monkeypatch.setenv("MY_E2B_KEY", KEY)
+    assert (await backend.probe()).isolation == "e2b"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"lifetime": 5}, "lifetime"),
+        ({"http_version": "3"}, "http_version"),
+        ({"request_timeout": 0}, "request_timeout"),
+    ],
+)
+def test_values_that_cannot_be_used_are_named(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"sandbox.config.{named}"):
+        E2BBackend(**wrong)
+
+
+def test_without_the_package_the_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "e2b.py").write_text("raise ImportError('no e2b here')\n")
+    code = "from turnwise.sandboxes.config import SandboxConfig, open_backend; open_backend(SandboxConfig(name='e2b'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert "MissingExtraError" in done.stderr
+    assert "turnwise[e2b]" in done.stderr

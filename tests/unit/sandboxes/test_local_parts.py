@@ -1,0 +1,310 @@
+"""Parts of the local backend that no sandbox is needed for: filters, control groups, streams, archives, state."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import io
+import os
+import struct
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.errors import ConfigError, SandboxFileError, SandboxFileTooLarge, SandboxUnavailable
+from turnwise.sandboxes import archives
+from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
+from turnwise.sandboxes.local import LocalBackend, host_python, plans, state
+from turnwise.sandboxes.local.boot import agent, groups, seccomp
+from turnwise.sandboxes.local.boot.keep import Copying
+from turnwise.sandboxes.local.boot.removal import remove
+from turnwise.sandboxes.local.rungs import find_groups
+from turnwise.sandboxes.local.streams import Collector
+
+ALLOWED, KILLED = 0x7FFF0000, 0x80000000
+
+
+def verdict(program: bytes, architecture: int, number: int, first: int = 0) -> int:
+    """What the kernel's machine returns for a call: the few instructions that the filter is made of."""
+    words = {0: number, 4: architecture, 16: first & 0xFFFFFFFF}
+    lines = [struct.unpack("=HBBI", program[at : at + 8]) for at in range(0, len(program), 8)]
+    at = held = 0
+    while True:
+        code, yes, no, value = lines[at]
+        at += 1
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            held = words[value]
+        else:
+            holds = {0x15: held == value, 0x35: held >= value, 0x45: bool(held & value)}[code]
+            at += yes if holds else no
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "calls"),
+    [
+        ("x86_64", 0xC000003E, {"read": 0, "clone": 56, "keyctl": 250, "unshare": 272, "socket": 41, "kill": 62}),
+        ("aarch64", 0xC00000B7, {"read": 63, "clone": 220, "keyctl": 219, "unshare": 97, "socket": 198, "kill": 129}),
+    ],
+)
+def test_the_filter_refuses_what_no_namespace_divides(machine: str, architecture: int, calls: dict[str, int]) -> None:
+    program = seccomp.program(machine)
+    assert program is not None
+    refused = 0x50000 | errno.EPERM
+    assert verdict(program, architecture, calls["read"]) == ALLOWED
+    for name in ("keyctl", "unshare"):
+        assert verdict(program, architecture, calls[name]) == refused
+    assert verdict(program, architecture, 425) == refused  # io_uring_setup
+    assert verdict(program, architecture, 435) == 0x50000 | errno.ENOSYS  # clone3, whose flags cannot be read
+    assert verdict(program, architecture, calls["clone"], 0x11) == ALLOWED  # a fork
+    assert verdict(program, architecture, calls["clone"], 0x3D0F00) == ALLOWED  # a thread
+    assert verdict(program, architecture, calls["clone"], 0x10000011) == refused  # with CLONE_NEWUSER
+    assert verdict(program, architecture, calls["socket"], 2) == ALLOWED  # AF_INET
+    assert verdict(program, architecture, calls["socket"], 40) == 0x50000 | errno.EAFNOSUPPORT  # AF_VSOCK
+    assert verdict(program, 0x40000003, calls["read"]) == KILLED  # a 32-bit program
+    assert verdict(program, architecture, calls["kill"], -1) == ALLOWED
+    shared = seccomp.program(machine, shared=True)
+    assert shared is not None
+    assert verdict(shared, architecture, calls["kill"], -1) == refused  # all processes of the user
+    assert verdict(shared, architecture, calls["kill"], 1234) == ALLOWED
+    assert verdict(shared, architecture, calls["socket"], 40) == 0x50000 | errno.EAFNOSUPPORT
+
+
+def test_the_numbers_of_other_tables_are_refused_on_x86() -> None:
+    program = seccomp.program("x86_64")
+    assert program is not None
+    assert verdict(program, 0xC000003E, 0x40000000 | 250) == 0x50000 | errno.EPERM  # x32
+    assert seccomp.program("riscv64") is None
+
+
+def test_no_signal_of_the_agents_reaches_more_than_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(agent.os, "kill", lambda pid, number: sent.append((pid, number)))
+    agent.send_signal({-1, 0, 1, 4321, -4321}, 9)
+    assert sorted(sent) == [(-4321, 9), (4321, 9)]
+
+
+def test_descendants_are_found_through_all_generations() -> None:
+    table = {10: (1, "S"), 11: (10, "S"), 12: (11, "Z"), 13: (12, "R"), 20: (1, "S")}
+    assert agent.descendants(table, {10}) == {11, 13}
+    assert agent.descendants(table, {20}) == set()
+
+
+def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
+    for name in ("memory/box", "pids", "cpu"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "cgroup.procs").touch()
+    own = tmp_path / "own"
+    own.write_text("4:memory:/box\n8:pids:/gone\n1:cpu:/\n0::/\n")
+    found = find_groups(tmp_path, own)
+    assert (found.memory, found.pids, found.cpu) == (tmp_path / "memory/box", tmp_path / "pids", tmp_path / "cpu")
+    limits = SandboxLimits(memory=1000, pids=5, cpus=0.5)
+    plan = found.plan("host", "one", limits, reserve=2)
+    assert [each["path"] for each in plan] == [
+        str(tmp_path / f"{name}/host/one") for name in ("memory/box", "pids", "cpu")
+    ]
+    assert plan[0]["limits"][0] == ("memory.limit_in_bytes", 1000, True)
+    assert plan[1]["limits"] == [("pids.max", 7, True)]
+    assert plan[2]["limits"] == [("cpu.cfs_period_us", 100_000, True), ("cpu.cfs_quota_us", 50_000, True)]
+
+
+def test_control_groups_of_the_second_version(tmp_path: Path) -> None:
+    inner = tmp_path / "slice" / "service"
+    inner.mkdir(parents=True)
+    (tmp_path / "slice" / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    (inner / "cgroup.subtree_control").write_text("\n")
+    own = tmp_path / "own"
+    own.write_text("0::/slice/service\n")
+    found = find_groups(tmp_path, own)
+    assert found.unified
+    assert found.folders() == [tmp_path / "slice"]
+    plan = found.plan("host", "one", SandboxLimits(memory=1000, pids=5, cpus=2), reserve=0)
+    assert [each["path"] for each in plan] == [str(tmp_path / "slice/host/one")]
+    assert {name: value for name, value, _ in plan[0]["limits"]}["cpu.max"] == "200000 100000"
+    groups.make(plan[0])
+    # The group of this host bounds those of its sandboxes only by what is switched on in it.
+    assert (tmp_path / "slice/host/cgroup.subtree_control").read_text() in ("+memory", "+pids", "+cpu")
+    assert (tmp_path / "slice/host/one/pids.max").read_text() == "5"
+    (tmp_path / "slice" / "cgroup.subtree_control").write_text("cpu\n")
+    assert not find_groups(tmp_path, own).folders()
+
+
+async def test_a_collector_keeps_head_and_tail_and_says_what_is_missing() -> None:
+    reading, writing = os.pipe()
+    stream = Collector(reading, 10)
+    data = bytes(range(65, 91)) * 10
+    os.write(writing, data)
+    await asyncio.sleep(0)
+    stream.finish()
+    os.write(writing, b"late")
+    os.close(writing)
+    async with asyncio.timeout(5):
+        await stream.over
+    assert stream.truncated
+    assert stream.result() == data[:5] + b"\n[250 bytes are missing here]\n" + data[-5:]
+
+
+def archive(*members: tuple[tarfile.TarInfo, bytes]) -> io.BytesIO:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for member, data in members:
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    made.seek(0)
+    return made
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    found = tarfile.TarInfo(name)
+    found.type, found.linkname, found.mode = kind, link, 0o755 if kind == tarfile.DIRTYPE else 0o4644
+    return found
+
+
+def test_nothing_is_written_outside_the_target(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").symlink_to(outside)
+    hostile = archive(
+        (member(".", tarfile.DIRTYPE), b""),
+        (member("../outside/a"), b"x"),
+        (member(str(outside / "b")), b"x"),
+        (member("old/c"), b"x"),
+        (member("door", tarfile.SYMTYPE, str(outside)), b""),
+        (member("door/d"), b"x"),
+        (member("up", tarfile.SYMTYPE, "../outside"), b""),
+        (member("here", tarfile.SYMTYPE, "."), b""),
+        (member("chain", tarfile.SYMTYPE, "here/here/.."), b""),
+        (member("hard", tarfile.LNKTYPE, str(outside / "file")), b""),
+        (member("pipe", tarfile.FIFOTYPE), b""),
+        (member("sub/good"), b"good"),
+        (member("sub/link", tarfile.SYMTYPE, "../sub/good"), b""),
+    )
+    archives.unpack(hostile, target, 1000)
+    assert sorted(each.name for each in outside.iterdir()) == ["file"]
+    assert (outside / "file").read_text() == "mine"
+    assert sorted(os.listdir(target)) == ["door", "here", "old", "sub"]
+    assert (target / "door").is_dir()
+    assert not (target / "door").is_symlink()
+    assert (target / "sub/link").read_text() == "good"
+    assert (target / "sub/good").stat().st_mode & 0o7777 == 0o644
+
+
+def test_archives_are_bounded(tmp_path: Path) -> None:
+    two = archive((member("a"), b"x" * 600), (member("b"), b"x" * 600))
+    with pytest.raises(SandboxFileTooLarge, match="more bytes than are taken"):
+        archives.unpack(two, tmp_path / "two", 1000)
+    with pytest.raises(SandboxFileError, match="no archive"):
+        archives.unpack(io.BytesIO(b"nonsense" * 200), tmp_path / "none", 1000)
+    one = archive((member("file"), b"alone"))
+    archives.unpack(one, tmp_path / "deep" / "name", 1000)
+    assert (tmp_path / "deep" / "name").read_text() == "alone"
+
+
+def test_what_dead_hosts_left_is_removed_and_what_lives_stays(tmp_path: Path) -> None:
+    dead, living, young = (tmp_path / f"turnwise-{os.geteuid()}-1-2-{number}" for number in range(3))
+    for each in (dead, living, young):
+        (each / "boxes" / "one").mkdir(parents=True)
+    (dead / "lock").touch()
+    lock = os.open(living / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert state.reap(tmp_path) == 1
+    assert sorted(tmp_path.iterdir()) == [living, young]
+    os.close(lock)
+    os.utime(young, (time.time() - 100, time.time() - 100))
+    assert state.reap(tmp_path) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_folder_that_sandboxes_cannot_reach_is_refused(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o700)
+    with pytest.raises(SandboxUnavailable, match="chmod o\\+x"):
+        state.choose(closed, 60_999)
+    assert state.choose(closed, None) == closed
+
+
+def test_configurations_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="isolation is 'jail': known are auto, bubblewrap, landlock, plain"):
+        LocalBackend(isolation="jail")
+    with pytest.raises(ConfigError, match="unsafe"):
+        LocalBackend(isolation="plain")
+    with pytest.raises(ConfigError, match="uid is 0"):
+        LocalBackend(uid=0)
+
+
+def test_specs_are_refused_by_name(tmp_path: Path) -> None:
+    for spec, words in (
+        (SandboxSpec(workdir="work"), "workdir is 'work'"),
+        (SandboxSpec(workspace=tmp_path / "none"), "none' is no folder"),
+        (SandboxSpec(mounts=(Mount(tmp_path, "inside"),)), "not absolute"),
+        (SandboxSpec(mounts=(Mount(tmp_path / "none", "/inside"),)), "is not there"),
+    ):
+        with pytest.raises(SandboxUnavailable, match=words):
+            plans.check(spec)
+
+
+def test_the_hosts_python_is_shown_where_it_is() -> None:
+    mounts, env = host_python()
+    assert all(str(mount.source) == mount.target for mount in mounts)
+    assert env["PATH"].endswith("/usr/bin:/sbin:/bin")
+
+
+def test_a_copy_takes_no_more_room_and_follows_nothing_that_is_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, secret = tmp_path / "inside", tmp_path / "secret"
+    (inside / "folder").mkdir(parents=True)
+    secret.mkdir()
+    (secret / "key").write_text("of the host")
+    (inside / "folder/key").write_text("own")
+    (inside / "file").write_text("own")
+    (inside / "twice").write_bytes(b"x" * 100_000)
+    os.link(inside / "twice", inside / "again")
+    with (inside / "sparse").open("wb") as file:
+        file.seek(10**9)
+        file.write(b"end")
+    (inside / "link").symlink_to("nowhere")
+    os.mkfifo(inside / "pipe")
+    Copying(300_000).folder(str(inside), str(tmp_path / "copy"))
+    copy = tmp_path / "copy"
+    assert sorted(path.name for path in copy.iterdir()) == ["again", "file", "folder", "link", "sparse", "twice"]
+    assert (copy / "folder/key").read_text() == "own"
+    assert (copy / "twice").stat().st_ino == (copy / "again").stat().st_ino
+    assert (copy / "sparse").stat().st_size == 10**9 + 3
+    assert (copy / "sparse").stat().st_blocks < 1000
+    with pytest.raises(OSError, match="limit of disk"):
+        Copying(50_000).folder(str(inside), str(tmp_path / "other"))
+
+    def swapping(name: str, *args: Any, **given: Any) -> os.stat_result:
+        # Whoever runs inside is as fast as can be: between the look at a name and its use, it leads elsewhere.
+        found = os_stat(name, *args, **given)
+        if name in ("file", "folder"):
+            os.rename(inside / name, tmp_path / f"{name}.old")
+            (inside / name).symlink_to(secret / "key" if name == "file" else secret)
+        return found
+
+    os_stat = os.stat
+    monkeypatch.setattr("turnwise.sandboxes.local.boot.keep.os.stat", swapping)
+    Copying(None).folder(str(inside), str(tmp_path / "swapped"))
+    monkeypatch.undo()
+    assert sorted(path.name for path in (tmp_path / "swapped").iterdir()) == ["again", "link", "sparse", "twice"]
+
+
+def test_what_is_too_deep_for_python_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_deep(*_: object, **__: object) -> None:
+        raise RecursionError
+
+    (tmp_path / "top/closed/below").mkdir(parents=True)
+    (tmp_path / "top/closed").chmod(0)
+    monkeypatch.setattr("shutil.rmtree", too_deep)
+    remove(str(tmp_path / "top"))
+    assert not (tmp_path / "top").exists()

@@ -1,0 +1,152 @@
+"""Local sandboxes on a rung that every machine has: Landlock, or nothing where the kernel is too old.
+
+What only bubblewrap gives is tested where it is installed (tests/real).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from turnwise.errors import SandboxDied, SandboxFileError, SandboxFileNotFound, SandboxUnavailable
+from turnwise.sandboxes.core import Sandbox, SandboxSpec
+from turnwise.sandboxes.local import LocalBackend, host_python
+from turnwise.sandboxes.local.boot import landlock
+
+ISOLATION = "landlock" if landlock.version() else "plain"
+
+
+@contextlib.asynccontextmanager
+async def backend(**config: object) -> AsyncIterator[LocalBackend]:
+    made = LocalBackend(**{"isolation": ISOLATION, "unsafe": ISOLATION == "plain", **config})  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(made: LocalBackend, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+    async with made.make(spec or SandboxSpec()) as sandbox:
+        yield sandbox
+
+
+async def test_a_session_survives_what_commands_do(tmp_path: Path) -> None:
+    (tmp_path / "seen").write_text("seen")
+    mounts, env = host_python()
+    async with backend() as made, opened(made, SandboxSpec(workspace=tmp_path, mounts=mounts, env=env)) as sandbox:
+        began = time.monotonic()
+        result = await sandbox.exec(
+            "trap '' TERM; (setsid sh -c 'sleep 77 & sleep 77' &); cat seen; sleep 77", timeout=0.5
+        )
+        assert (result.exit_code, result.stdout, result.timed_out) == (124, b"seen", True)
+        assert time.monotonic() - began < 8
+        result = await sandbox.exec(["python", "-c", "import sys, pydantic; print(sys.stdin.read())"], stdin=b"\xff\0")
+        assert result.ok, result.text
+        assert b"\xef\xbf\xbd" in result.stdout or b"\xff" in result.stdout
+        await sandbox.exec("echo changed > seen; rm -f /work/none")
+        assert await sandbox.read_file("/work/seen") == b"changed\n"
+        assert (tmp_path / "seen").read_text() == "seen"
+        assert (await sandbox.exec("pwd; cat seen", cwd="/work")).stdout.endswith(b"/work\nchanged\n")
+        process = await sandbox.spawn("read line; echo got $line; cat")
+        await process.write(b"one\n")
+        assert await process.read() == b"got one\n"
+        await process.kill()
+        assert await process.wait() == 137
+
+
+async def test_what_is_killed_inside_is_told_and_swept() -> None:
+    async with backend() as made, opened(made) as sandbox:
+        # The command's parent is its shim: killed by the command, it can report nothing.
+        result = await sandbox.exec("sleep 78 & kill -9 $PPID; sleep 78", timeout=20)
+        assert result.exit_code == 137
+        assert not result.timed_out
+        assert (await sandbox.exec("echo on")).stdout == b"on\n"
+        swept = "for i in $(seq 200); do grep -ls '^sleep.78' /proc/[0-9]*/cmdline || exit 0; sleep 0.02; done; exit 1"
+        assert (await sandbox.exec(swept)).ok
+
+
+async def test_a_snapshot_outlives_its_sandbox_and_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "gone").write_text("")
+    async with backend() as made:
+        async with opened(made, SandboxSpec(workspace=tmp_path)) as first:
+            await first.exec("rm gone; echo b > b; mkdir -p $HOME; echo h > $HOME/h")
+            name = await first.snapshot()
+            await first.exec("echo later > b")
+        spec = SandboxSpec(snapshot=name)
+        async with opened(made, spec) as second:
+            await made.drop_snapshot(name)
+            assert (await second.exec("cat a b $HOME/h; ls")).stdout == b"ab\nh\na\nb\n"
+            third = await second.fork()
+            await third.exec("echo third > b")
+            assert (await third.exec("cat a b")).stdout == b"athird\n"
+            await third.close()
+            assert (await second.exec("cat b")).stdout == b"b\n"
+        with pytest.raises(SandboxUnavailable, match="was dropped"):
+            await made.make(spec).start()
+        assert not list((made.place("x").state / "snapshots").iterdir())
+
+
+async def test_a_sandbox_whose_agent_is_killed_is_dead(tmp_path: Path) -> None:
+    async with backend() as made, opened(made) as sandbox:
+        agent = int((await sandbox.exec("ps -o ppid= -p $PPID 2>/dev/null || cut -d' ' -f4 /proc/$PPID/stat")).stdout)
+        running = asyncio.create_task(sandbox.exec("sleep 79", timeout=60))
+        await sandbox.exec("true")
+        os.kill(agent, signal.SIGKILL)
+        with pytest.raises(SandboxDied):
+            await running
+        with pytest.raises(SandboxDied):
+            await sandbox.exec("true")
+
+
+async def test_without_an_isolation_it_refuses_and_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    async with backend(isolation="bubblewrap") as made:
+        with pytest.raises(SandboxUnavailable, match=r"there is no program bwrap on PATH.*apt-get install bubblewrap"):
+            await made.probe()
+    async with backend() as made:
+        capabilities = await made.probe()
+    assert capabilities.isolation == ISOLATION
+    assert not capabilities.network
+    assert capabilities.notes
+
+
+async def test_what_is_odd_is_refused_and_what_is_cancelled_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/a").write_text("a")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    async with backend() as made, opened(made, SandboxSpec(workspace=Path("work"))) as sandbox:
+        assert (await sandbox.exec("cat a; mkfifo pipe")).stdout == b"a"
+        with pytest.raises(SandboxFileNotFound):
+            await sandbox.exec("true", cwd="a\0b")
+        assert (await sandbox.exec("true", env={"A": 5})).exit_code == 126  # type: ignore[dict-item]
+        with pytest.raises(SandboxFileError, match="neither"):
+            await sandbox.upload(tmp_path / "pipe", "b")
+        with pytest.raises(SandboxFileError, match="neither"):
+            await sandbox.download("pipe", tmp_path / "b")
+        spawning = asyncio.create_task(sandbox.spawn("sleep 79"))
+        await asyncio.sleep(0)
+        spawning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spawning
+        assert (await sandbox.exec("grep -ls '^sleep.79' /proc/[0-9]*/cmdline")).stdout == b""
+        snapshot = asyncio.create_task(sandbox.snapshot())
+        await asyncio.sleep(0)
+        snapshot.cancel()
+        await asyncio.gather(snapshot, return_exceptions=True)
+        made.launcher._process.kill()
+        with pytest.raises(SandboxDied):
+            await sandbox.exec("sleep 79")
+        async with opened(made) as another:
+            assert (await another.exec("echo on")).ok

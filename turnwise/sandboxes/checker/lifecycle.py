@@ -1,0 +1,228 @@
+"""Checks of a sandbox's life: start, close, death, snapshots, and what may be reached from inside.
+
+Owns: one function a check. Refuses: commands and files in a sandbox that lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from turnwise.errors import SandboxDied, SandboxError, SandboxUnavailable
+from turnwise.sandboxes.checker.exam import CheckFailed, CheckSkipped, Exam, alive, beating, expect, gone, need, soon
+from turnwise.sandboxes.core import Sandbox
+
+
+async def identity(exam: Exam) -> None:
+    """Sandboxes have ids of their own, files of their own, and the capabilities that the probe told."""
+    async with exam.fresh() as one, exam.fresh() as other:
+        need(bool(one.id) and one.id != other.id, f"two sandboxes have the ids {one.id!r} and {other.id!r}")
+        need(one.capabilities.isolation == exam.capabilities.isolation, f"the probe told {exam.capabilities}")
+        need(one.backend == exam.backend.name, f"sandbox.backend is {one.backend!r}, not {exam.backend.name!r}")
+        for path in ("file", "/tmp/file") if exam.rooted else ("file",):
+            await one.write_file(path, b"of one")
+            need(not (await other.exec(["ls", path])).ok, f"{path} of one sandbox is seen in another")
+
+
+async def closing(exam: Exam) -> None:
+    """Closing twice, or before a start, is no error; a closed sandbox answers SandboxDied."""
+    sandbox = exam.backend.make(exam.spec)
+    await sandbox.close()
+    async with exam.fresh() as sandbox:
+        pass
+    await sandbox.close()
+    uses: dict[str, Callable[[], Awaitable[object]]] = {
+        "exec": lambda: sandbox.exec(["true"]),
+        "spawn": lambda: sandbox.spawn(["true"]),
+        "read_file": lambda: sandbox.read_file("x"),
+        "write_file": lambda: sandbox.write_file("x", b""),
+        "upload": lambda: sandbox.upload(exam.folder, "x"),
+        "download": lambda: sandbox.download("x", exam.folder / "never"),
+    }
+    for name, use in uses.items():
+        with expect(SandboxDied, what=f"{name} after close"):
+            await soon(use(), 10, f"{name} after close")
+
+
+async def close_during(exam: Exam) -> None:
+    """Closing during a command ends it: its call raises SandboxDied."""
+    async with exam.fresh() as sandbox:
+        file = exam.name()
+        work = asyncio.create_task(sandbox.exec(f"while :; do echo >> {file}; sleep 0.05; done"))
+        process = await sandbox.spawn(["cat"])
+        need(await alive(sandbox, file), "the command did not begin")
+        await soon(sandbox.close(), 20, "close during a command")
+        with expect(SandboxDied, what="a command during which the sandbox was closed"):
+            await soon(work, 10, "a command during which the sandbox was closed")
+        with contextlib.suppress(SandboxDied):
+            need(await soon(process.read(), 10, "read of a spawned command after close") == b"", "it gave output")
+
+
+async def close_ends_all(exam: Exam) -> None:
+    """Closing ends every process inside."""
+    mark = f"{exam.token}-{exam.name()}"
+    async with exam.fresh() as sandbox:
+        await sandbox.exec(beating("beat", mark))
+        await sandbox.spawn(f"trap '' TERM INT HUP; : {mark}; while :; do sleep 1; done")
+        need(await alive(sandbox, "beat"), "the background did not begin")
+    need(await gone(mark), "a process of a closed sandbox is still in this machine's /proc")
+
+
+async def start_cancelled(exam: Exam) -> None:
+    """A start that is cancelled leaves a sandbox that can be closed, and others start."""
+    for pause in (0.0, 0.01, 0.05):
+        sandbox = exam.backend.make(exam.spec)
+        starting = asyncio.create_task(sandbox.start())
+        await asyncio.sleep(pause)
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await soon(starting, 30, "a cancelled start")
+        await soon(sandbox.close(), 20, "close after a cancelled start")
+    async with exam.fresh() as sandbox:
+        need((await sandbox.exec(["true"])).ok, "after cancelled starts a sandbox does not answer")
+
+
+async def start_refused(exam: Exam) -> None:
+    """What cannot be given is refused with a SandboxError, and closing after that is no error."""
+    asked = {
+        "an image that is not there": replace(exam.spec, image=f"turnwise-no-such-image-{exam.name()}"),
+        "a snapshot that is not there": replace(exam.spec, snapshot=f"no-such-snapshot-{exam.name()}"),
+    }
+    for what, spec in asked.items():
+        sandbox = exam.backend.make(spec)
+        try:
+            with expect(SandboxError, what=f"a start with {what}"):
+                await soon(sandbox.start(), 60, f"a start with {what}")
+        finally:
+            await sandbox.close()
+
+
+async def workdir(exam: Exam) -> None:
+    """Another workdir is made, and commands may write in it."""
+    if not exam.rooted:
+        raise CheckSkipped("the backend takes no images: the workdir is where it puts it")
+    async with exam.fresh(workdir="/tmp/check workdir/inner") as sandbox:
+        await sandbox.write_file("file", b"x")
+        result = await sandbox.exec("pwd -P && echo more >> file && cat /tmp/check*/inner/file")
+        need(result.stdout == b"/tmp/check workdir/inner\nxmore\n", f"got {result.text!r}")
+
+
+async def snapshots(exam: Exam) -> None:
+    """A snapshot keeps the files as they were; any number of sandboxes begin from it; dropping it twice is no error."""
+    if not exam.capabilities.snapshots:
+        await _refused(exam, lambda sandbox: sandbox.snapshot(), "snapshot")
+        return
+    async with exam.fresh() as sandbox:
+        await sandbox.write_file("kept/file", b"before")
+        await sandbox.exec("chmod 700 kept; ln -s file kept/link; sleep 60 &")
+        name = await sandbox.snapshot()
+        await sandbox.write_file("kept/file", b"after")
+        need((await sandbox.exec(["cat", "kept/link"])).stdout == b"after", "a sandbox does not go on after a snapshot")
+    try:
+        async with exam.fresh(snapshot=name) as first, exam.fresh(snapshot=name) as second:
+            for each in (first, second):
+                need(await each.read_file("kept/link") == b"before", "it has not the files of the snapshot")
+            await first.exec("echo x > kept/file; rm kept/link")
+            need(await second.read_file("kept/link") == b"before", "two sandboxes of a snapshot share files")
+        async with exam.fresh(snapshot=name) as third:
+            need(await third.read_file("kept/file") == b"before", "a sandbox changed the snapshot that it began from")
+    finally:
+        await exam.backend.drop_snapshot(name)
+    await exam.backend.drop_snapshot(name)
+
+
+async def forks(exam: Exam) -> None:
+    """A fork has the files of its origin, and each goes its own way."""
+    if not exam.capabilities.snapshots:
+        await _refused(exam, lambda sandbox: sandbox.fork(), "fork")
+        return
+    async with exam.fresh() as sandbox:
+        await sandbox.write_file("file", b"common")
+        forked = await sandbox.fork()
+        try:
+            need(forked.id != sandbox.id, "a fork has its origin's id")
+            need(await forked.read_file("file") == b"common", "a fork has not the files of its origin")
+            await forked.write_file("file", b"of fork")
+            need(await sandbox.read_file("file") == b"common", "a fork's writing reached its origin")
+            await sandbox.close()
+            need((await forked.exec(["cat", "file"])).stdout == b"of fork", "a fork does not outlive its origin")
+        finally:
+            await forked.close()
+
+
+async def exposed(exam: Exam) -> None:
+    """What is exposed is reached from inside, at the same URL each time, and nothing else of the host is."""
+    if not exam.capabilities.expose:
+        await _refused(exam, lambda sandbox: sandbox.expose("127.0.0.1", 9), "expose")
+        return
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readline()
+        writer.write(b"hello " + asked)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    hidden = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port, other = (each.sockets[0].getsockname()[1] for each in (server, hidden))
+    try:
+        async with exam.fresh() as sandbox:
+            url = await sandbox.expose("127.0.0.1", port)
+            need(await sandbox.expose("127.0.0.1", port) == url, "the same address has another URL the second time")
+            answer = await _asked(sandbox, url)
+            need(answer == b"hello you\n", f"behind {url} there is {answer!r}")
+            if exam.capabilities.network:
+                answer = await _asked(sandbox, f"http://127.0.0.1:{other}")
+                need(b"hello" not in answer, "a port of the host that was not exposed is reached")
+    finally:
+        server.close()
+        hidden.close()
+
+
+async def reaping(exam: Exam) -> None:
+    """Reaping spares what lives."""
+    async with exam.fresh() as sandbox:
+        await sandbox.write_file("file", b"x")
+        need(await exam.backend.reap() >= 0, "reap gave a negative number")
+        need(await sandbox.read_file("file") == b"x", "reap took a sandbox whose host is alive")
+        need((await sandbox.exec(["true"])).ok, "reap took a sandbox whose host is alive")
+
+
+async def zombies(exam: Exam) -> None:
+    """Orphans are reaped: hundreds of them take no place under ``limits.pids``."""
+    limits = replace(exam.spec.limits, pids=64)
+    async with exam.fresh(limits=limits) as sandbox:
+        script = "i=0; while [ $i -lt 40 ]; do (sh -c 'sleep 0.01' &) ; i=$((i+1)); done; sleep 0.3; echo done"
+        for _ in range(4):
+            result = await sandbox.exec(script)
+            need(result.stdout == b"done\n" and not result.stderr, f"got {result.text[:300]!r}")
+
+
+async def cpu_seconds(exam: Exam) -> None:
+    """A process that uses more processor time than ``limits.cpu_seconds`` is ended; the sandbox is not."""
+    limits = replace(exam.spec.limits, cpu_seconds=1)
+    async with exam.fresh(limits=limits) as sandbox:
+        result = await sandbox.exec("sh -c 'while :; do :; done'; echo code $?", timeout=30)
+        need(not result.timed_out, "a loop ran for 30 s though limits.cpu_seconds is 1")
+        need(result.stdout in (b"code 137\n", b"code 152\n"), f"it ended with {result.text!r}")
+
+
+async def _asked(sandbox: Sandbox, url: str) -> bytes:
+    host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
+    program = (
+        "import socket,sys\ns=socket.create_connection((sys.argv[1],int(sys.argv[2])),5)\ns.sendall(b'you\\n')\n"
+        "sys.stdout.buffer.write(s.recv(100))"
+    )
+    if not (await sandbox.exec(["python3", "-c", ""])).ok:
+        raise CheckSkipped("there is no python3 inside to ask with")
+    return (await sandbox.exec(["python3", "-I", "-c", program, host, port], timeout=20)).stdout
+
+
+async def _refused(exam: Exam, use: Callable[[Sandbox], Awaitable[object]], what: str) -> None:
+    try:
+        await use(await exam.sandbox())
+    except SandboxUnavailable:
+        raise CheckSkipped("the capabilities say that it cannot, and it says so itself") from None
+    raise CheckFailed(f"the capabilities deny {what}, which works")

@@ -1,0 +1,204 @@
+"""Requests to a container engine: the one file that imports the docker SDK.
+
+Owns: :class:`Engine`, the connection to one engine with threads of its own, and what its failures are called. Refuses:
+what a sandbox is made of (``settings.py``) and when what is asked (``sandbox.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from turnwise.errors import MissingExtraError, SandboxDied, SandboxError, SandboxUnavailable
+from turnwise.sandboxes.docker.streams import Stream
+
+try:
+    import docker
+    import docker.errors
+    import requests.exceptions
+    from docker.utils import parse_host
+except ImportError as error:
+    raise MissingExtraError("docker", "docker", "the docker sandbox") from error
+
+T = TypeVar("T")
+
+DEFAULT_URL: Final = "unix:///var/run/docker.sock"
+_REQUEST_S: Final = 120.0
+"""Seconds without a byte of an answer after which the engine counts as gone; a pull sends some all the time."""
+REMEDY: Final = (
+    "start one (on Debian: apt-get install docker.io, then systemctl start docker), or say where it is "
+    "(DOCKER_HOST, or sandbox.config.url)"
+)
+
+
+def engine_url(url: str | None) -> str:
+    """Return where the engine is.
+
+    Raises:
+        SandboxUnavailable: It is reached in a way that commands' streams cannot take.
+    """
+    chosen = url or os.environ.get("DOCKER_HOST") or DEFAULT_URL
+    tls = bool(os.environ.get("DOCKER_TLS_VERIFY"))
+    if tls or not chosen.startswith(("unix://", "tcp://", "http://", "http+unix://")):
+        kind = "TLS (DOCKER_TLS_VERIFY)" if tls else chosen.partition(":")[0]
+        raise SandboxUnavailable(
+            f"the container engine at {chosen!r} is reached by {kind}, which the docker sandbox does not speak: "
+            "forward its socket (ssh -nNT -L /tmp/docker.sock:/var/run/docker.sock HOST) and set "
+            "DOCKER_HOST=unix:///tmp/docker.sock"
+        )
+    return chosen
+
+
+class Engine:
+    """One container engine. Blocking requests run in threads of its own, so many at a time as it is given.
+
+    Args:
+        url: Where it is; None: what ``DOCKER_HOST`` says, else its usual socket.
+        concurrency: Requests at the same time.
+
+    Raises:
+        SandboxUnavailable: It is reached in a way that is not spoken.
+    """
+
+    def __init__(self, url: str | None, concurrency: int) -> None:
+        self.url = engine_url(url)
+        self._concurrency = concurrency
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="turnwise-docker")
+        self._client: Any = None
+        self._connecting = asyncio.Lock()
+
+    @property
+    def socket_path(self) -> str | None:
+        """The engine's socket, where it is one of this machine."""
+        parsed = str(parse_host(self.url))
+        return parsed.removeprefix("http+unix://") if parsed.startswith("http+unix://") else None
+
+    async def connect(self) -> None:
+        """Reach it. Nothing happens where it is reached.
+
+        Raises:
+            SandboxUnavailable: Nothing answers there.
+        """
+        async with self._connecting:
+            if self._client is not None:
+                return
+            try:
+                self._client = await self._in_thread(self._open)
+            except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+                named = "DOCKER_HOST" if os.environ.get("DOCKER_HOST") else "the default"
+                raise SandboxUnavailable(
+                    f"no container engine answers at {self.url} ({named}): {reason(error)}. To remedy it, {REMEDY}"
+                ) from error
+
+    async def call(
+        self,
+        request: Callable[[Any], T],
+        otherwise: type[SandboxError] = SandboxDied,
+        what: str = "the container engine",
+        allowed: Collection[int] = (),
+    ) -> T | None:
+        """Make a request: a function of the SDK's low-level client.
+
+        Args:
+            request: What is asked.
+            otherwise: What a refusal, or an engine that is gone, is raised as.
+            what: What is being done, for the message.
+            allowed: Statuses of answers that are no failure; they return None.
+        """
+        await self.connect()
+        try:
+            return await self._in_thread(lambda: request(self._client))
+        except docker.errors.APIError as error:
+            if error.status_code in allowed:
+                return None
+            raise otherwise(f"{what}: {reason(error)}") from error
+        except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+            raise otherwise(f"{what}: the container engine at {self.url} does not answer: {reason(error)}") from error
+
+    async def status(self, request: Callable[[Any], object], what: str) -> tuple[int, str]:
+        """Make a request and return 0, or the status and the reason with which it is refused.
+
+        Raises:
+            SandboxUnavailable: The engine does not answer.
+        """
+
+        def tried(client: Any) -> tuple[int, str]:
+            try:
+                request(client)
+            except docker.errors.APIError as error:
+                return int(error.status_code or 500), reason(error)
+            return 0, ""
+
+        found = await self.call(tried, SandboxUnavailable, what)
+        assert found is not None
+        return found
+
+    async def run(
+        self, container: str, argv: Sequence[str], user: str, env: Mapping[str, str], *, has_input: bool = True
+    ) -> tuple[str, Stream]:
+        """Start a command in a container, and return its id and its connection.
+
+        Raises:
+            SandboxDied: The container, or the engine, is gone.
+        """
+
+        def begin(client: Any) -> tuple[str, Stream]:
+            made = client.exec_create(
+                container, list(argv), stdin=has_input, user=user, environment=[f"{k}={v}" for k, v in env.items()]
+            )
+            return made["Id"], _handed_over(client.exec_start(made["Id"], socket=True))
+
+        started = await self.call(begin, what="the sandbox has ended")
+        assert started is not None
+        return started
+
+    async def close(self) -> None:
+        """Let go of the engine. Closing twice is no error."""
+        client, self._client = self._client, None
+        self._threads.shutdown(wait=False)
+        if client is not None:
+            client.close()
+
+    def _open(self) -> Any:
+        client = docker.APIClient(
+            base_url=self.url, version="auto", timeout=_REQUEST_S, max_pool_size=self._concurrency
+        )
+        client.ping()
+        return client
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def reason(error: Exception) -> str:
+    """Return why the engine refused, in its own words."""
+    if isinstance(error, docker.errors.APIError):
+        return str(error.explanation or error).strip()
+    inner: BaseException = error
+    while (cause := inner.__context__ or inner.__cause__) is not None and not isinstance(inner, OSError | TimeoutError):
+        inner = cause
+    return str(inner) or type(inner).__name__
+
+
+def _handed_over(made: Any) -> Stream:
+    """Return the connection that the engine's answer has become.
+
+    The HTTP client reads ahead: what came with the answer's head lies in its buffer.
+    """
+    response = made._response
+    connection: socket.socket = made._sock
+    connection.setblocking(False)
+    first = response.raw._fp.fp.peek()
+
+    def release() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            response.close()
+        with contextlib.suppress(OSError, ValueError):
+            made.close()
+
+    return Stream(connection, bytes(first or b""), release)

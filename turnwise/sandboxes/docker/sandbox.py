@@ -1,0 +1,392 @@
+"""A sandbox that is a container.
+
+Owns: :class:`DockerSandbox`: its start and end, its files, its snapshots. Refuses: attending commands
+(``commands.py``), what a container is asked for (``settings.py``), and what is there of the engine (``backend.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import posixpath
+import re
+import secrets
+import socket
+import tarfile
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, ClassVar, Final
+
+from turnwise.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxFileError,
+    SandboxFileNotFound,
+    SandboxFileTooLarge,
+    SandboxStartError,
+    SandboxUnavailable,
+)
+from turnwise.sandboxes.core import (
+    MAX_FILE,
+    MAX_OUTPUT,
+    Capabilities,
+    Command,
+    ExecResult,
+    Sandbox,
+    SandboxProcess,
+    SandboxSpec,
+)
+from turnwise.sandboxes.docker import archives, scripts
+from turnwise.sandboxes.docker.commands import Commands
+from turnwise.sandboxes.docker.keeper import Keeper
+from turnwise.sandboxes.docker.process import DockerProcess
+from turnwise.sandboxes.docker.settings import HOME, TMP, user_of
+from turnwise.sandboxes.docker.streams import Output
+from turnwise.sandboxes.netns import listen_in
+
+_TIMED_OUT: Final = 124
+_FILE_S: Final = 120.0
+"""Seconds for a file of the usual size."""
+_ARCHIVE_S: Final = 900.0
+_NOT_RUN: Final = 126
+"""The exit code of what the engine could not start inside."""
+_FILE_SIZE: Final = 128 + 25
+"""The exit code of what SIGXFSZ ended."""
+_SPOOLED: Final = 8 * 2**20
+
+
+class DockerSandbox(Sandbox):
+    """One container.
+
+    Args:
+        spec: What is asked for.
+        keeper: What it shares with those of its backend.
+        ready: Finds out what the engine holds back, where that is not known.
+    """
+
+    backend: ClassVar[str] = "docker"
+
+    def __init__(
+        self, spec: SandboxSpec, keeper: Keeper, ready: Callable[[], Awaitable[Capabilities]] | None = None
+    ) -> None:
+        self.spec = spec
+        self.id = f"turnwise-{secrets.token_hex(8)}"
+        self._keeper = keeper
+        self._ready = ready
+        self._engine = keeper.engine
+        self._commands: Commands | None = None
+        self._processes: list[DockerProcess] = []
+        self._image = ""
+        self._asked = False
+        self._closed = False
+        self._own_snapshot: str | None = None
+
+    async def start(self) -> None:
+        """Start it."""
+        if self._asked or self._closed:
+            raise SandboxStartError(f"sandbox {self.id} was started before")
+        self._asked = True
+        try:
+            if self._ready is not None:
+                await self._ready()
+            await self._start()
+        except BaseException:
+            await asyncio.shield(asyncio.create_task(self._remove()))
+            raise
+        assert self._keeper.capabilities is not None
+        self.capabilities = self._keeper.capabilities
+
+    async def close(self) -> None:
+        """End everything inside and free what it holds."""
+        if self._closed:
+            return
+        self._closed = True
+        await self.stop_relays()
+        if self._commands is not None and self._commands.gone is None:
+            self._commands.gone = f"sandbox {self.id} was closed"
+        for process in self._processes:
+            process.drop()
+        await asyncio.shield(asyncio.create_task(self._remove()))
+        if self._own_snapshot is not None:
+            await self._keeper.drop(self._own_snapshot)
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = 30.0,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+        max_output: int = MAX_OUTPUT,
+    ) -> ExecResult:
+        """Run a command to its end."""
+        began = time.monotonic()
+        code, out, err = await self._started().attend(
+            command,
+            self._inside(cwd),
+            lambda mark: (Output(mark, max_output), Output(mark, max_output)),
+            env=env or {},
+            stdin=stdin,
+            timeout=timeout,
+        )
+        return ExecResult(
+            exit_code=_TIMED_OUT if code is None else code,
+            stdout=out.kept,
+            stderr=err.kept,
+            timed_out=code is None,
+            truncated=out.truncated or err.truncated,
+            duration=time.monotonic() - began,
+        )
+
+    async def spawn(
+        self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> SandboxProcess:
+        """Start a command that goes on."""
+        commands = self._started()
+        running, said = await commands.spawn(command, self._inside(cwd), env or {})
+        stream = running.stream
+        assert stream is not None
+
+        async def kill() -> None:
+            with contextlib.suppress(SandboxDied):
+                await commands.end(running)
+
+        process = DockerProcess(
+            stream, said, lambda: commands.exit_code(running), lambda: commands.interrupt(running), kill
+        )
+        self._processes.append(process)
+        return process
+
+    async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
+        """Return what a file inside holds."""
+        out = await self._script(path, scripts.READ_FILE, str(max_bytes + 1), keep=max_bytes + 1)
+        data = out.kept
+        if len(data) > max_bytes:
+            raise SandboxFileTooLarge(f"{path!r} in the sandbox holds more than max_bytes={max_bytes}")
+        return data
+
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
+        """Write a file inside, with the folders above it."""
+        permissions = "" if mode is None else f"{mode & 0o7777:o}"
+        await self._script(path, scripts.WRITE_FILE, permissions, stdin=data)
+
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a file or a folder of the host to a path inside."""
+        inside = self._inside(target)
+        with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
+            folder = source.is_dir()
+            name = "." if folder else posixpath.basename(inside)
+            try:
+                await asyncio.to_thread(archives.pack, source, packed, name=name)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"there is no {str(source)!r} to be uploaded") from error
+            packed.seek(0)
+            await self._script(
+                inside if folder else posixpath.dirname(inside), scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S
+            )
+
+    async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
+        """Copy a file or a folder inside to a path on the host."""
+        with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
+            await self._pack(source, packed, max_bytes)
+            await asyncio.to_thread(archives.unpack, packed, target, max_bytes=max_bytes)
+
+    async def snapshot(self) -> str:
+        """Keep the files as they are now."""
+        await self._living()
+        if not self._keeper.in_memory:
+            return await self._keeper.keep(self.id, self._image, None)
+        with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
+            await self._pack("/", packed, self.spec.limits.disk, *self._folders())
+            return await self._keeper.keep(self.id, self._image, packed)
+
+    async def fork(self) -> Sandbox:
+        """Return a started sandbox of the same spec whose files are what these are now."""
+        snapshot = await self.snapshot()
+        made = DockerSandbox(replace(self.spec, snapshot=snapshot, workspace=None), self._keeper, self._ready)
+        made._own_snapshot = snapshot
+        try:
+            await made.start()
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    async def listen(self, port: int = 0) -> socket.socket:
+        """Return a socket that listens inside, and whose connections are accepted here."""
+        await self._living()
+        pid = await self._started().process()
+        if pid is None:
+            raise SandboxUnavailable(
+                "a sandbox of this engine cannot be let reach anything of this machine: its processes are not of this "
+                "machine, or not to be seen from here"
+            )
+        return await listen_in(pid, port)
+
+    async def _start(self) -> None:
+        spec, user = self.spec, user_of(self.spec, self._keeper.options)
+        if spec.workspace is not None and not spec.workspace.is_dir():
+            raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} of the sandbox is no folder")
+        settings = await self._keeper.settings(spec, self.id)
+        self._image = str(settings["Image"])
+        making = asyncio.create_task(
+            self._engine.call(
+                lambda client: client.create_container_from_config(settings, self.id),
+                SandboxStartError,
+                f"sandbox {self.id} of image {settings['Image']!r} was not made",
+            )
+        )
+        try:
+            await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # What the engine is making cannot be called back: it is waited for, so that it can be removed.
+            await asyncio.wait([making])
+            raise
+        in_memory = self._keeper.in_memory
+        if not in_memory:
+            await self._prepare(user)
+        await self._engine.call(
+            lambda client: client.start(self.id),
+            SandboxStartError,
+            f"sandbox {self.id} of image {settings['Image']!r} did not start (an image needs /bin/sh)",
+        )
+        self._commands = Commands(
+            self._engine,
+            self.id,
+            f"{user[0]}:{user[1]}",
+            {"HOME": HOME, **spec.env},
+            pids=spec.limits.pids,
+            keeps_files=not in_memory,
+        )
+        if in_memory:
+            await self._fill()
+
+    async def _prepare(self, user: tuple[int, int]) -> None:
+        """Give the workdir to the user, before anything runs that could turn it into something else."""
+        workspace = self.spec.workspace if self.spec.snapshot is None else None
+        with tempfile.SpooledTemporaryFile(_SPOOLED) as folders, tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
+            with tarfile.open(fileobj=folders, mode="w", format=tarfile.GNU_FORMAT) as archive:
+                for folder in (HOME, self.spec.workdir):
+                    member = tarfile.TarInfo(folder.strip("/"))
+                    member.type, member.mode, member.mtime = tarfile.DIRTYPE, 0o755, int(time.time())
+                    member.uid, member.gid = user
+                    archive.addfile(member)
+            if workspace is not None:
+                await asyncio.to_thread(archives.pack, workspace, packed, uid=user[0], gid=user[1])
+            for where, content in (("/", folders), (self.spec.workdir, packed)):
+                if content.tell():
+                    content.seek(0)
+                    await self._put(where, content)
+
+    async def _put(self, where: str, packed: IO[bytes]) -> None:
+        await self._engine.call(
+            lambda client: client.put_archive(self.id, where, packed),
+            SandboxStartError,
+            f"the workdir {self.spec.workdir!r} of sandbox {self.id} was not made",
+        )
+
+    async def _fill(self) -> None:
+        """Bring files into memory."""
+        kept = self._keeper.kept(self.spec.snapshot) if self.spec.snapshot is not None else None
+        if kept is not None:
+            with kept.open("rb") as packed:
+                await self._script("/", scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S)
+        elif self.spec.workspace is not None:
+            await self.upload(self.spec.workspace, self.spec.workdir)
+
+    def _folders(self) -> list[str]:
+        """The folders whose files are in memory."""
+        return [folder.strip("/") for folder in (self.spec.workdir, TMP, HOME)]
+
+    async def _pack(self, source: str, packed: IO[bytes], max_bytes: int, *names: str) -> None:
+        def outputs(mark: bytes) -> tuple[Output, Output]:
+            return _Spool(mark, packed, max_bytes + archives.OVERHEAD), Output(mark)
+
+        try:
+            await self._script(source, scripts.PACK, *names, outputs=outputs, timeout=_ARCHIVE_S)
+        except _TooMuch as error:
+            raise SandboxFileTooLarge(f"{source!r} in the sandbox holds more than max_bytes={max_bytes}") from error
+        packed.seek(0)
+
+    async def _script(
+        self,
+        path: str,
+        text: str,
+        *arguments: str,
+        stdin: bytes | IO[bytes] | None = None,
+        keep: int = MAX_OUTPUT,
+        timeout: float = _FILE_S,
+        outputs: Callable[[bytes], tuple[Output, Output]] | None = None,
+    ) -> Output:
+        """Run one of the scripts for files, on a path."""
+        if "\0" in path:
+            raise SandboxFileError(f"{path!r} is no path")
+        code, out, err = await self._started().attend(
+            scripts.script(text, self._inside(path), *arguments),
+            "/",
+            # Twice as much as is kept never is cut.
+            outputs or (lambda mark: (Output(mark, 2 * keep), Output(mark))),
+            env={},
+            stdin=stdin,
+            timeout=timeout,
+        )
+        if code == 0:
+            return out
+        said = re.sub(r"^turnwise: (line \d+: |\d+: )?", "", err.kept.decode("utf-8", "replace").strip())
+        if code == scripts.NOT_FOUND:
+            raise SandboxFileNotFound(f"there is no {path!r} in the sandbox")
+        if code == scripts.NOT_A_FILE:
+            raise SandboxFileError(f"{path!r} in the sandbox is no regular file")
+        if code == scripts.UNREADABLE:
+            raise SandboxFileError(f"{path!r} in the sandbox may not be read by the sandbox's user")
+        if code is None:
+            raise SandboxFileError(f"{path!r} in the sandbox: it took more than {timeout:.0f} s")
+        if code == _FILE_SIZE or "File too large" in said or "File size limit" in said:
+            said = f"{said} (its limit is file_size={self.spec.limits.file_size})"
+        elif "No space left" in said:
+            said = f"{said} (its limit is disk={self.spec.limits.disk})"
+        if code == _NOT_RUN or "can't fork" in said or "Cannot fork" in said:
+            said = f"{said or out.kept.decode('utf-8', 'replace').strip()} (its limit is pids={self.spec.limits.pids})"
+        raise SandboxFileError(f"{path!r} in the sandbox: {said or f'exit code {code}'}")
+
+    def _inside(self, path: str | None) -> str:
+        return posixpath.join(self.spec.workdir, path or "")
+
+    def _started(self) -> Commands:
+        if self._commands is None or self._closed:
+            raise SandboxDied(f"sandbox {self.id} {'was closed' if self._closed else 'was not started'}")
+        return self._commands
+
+    async def _living(self) -> None:
+        commands = self._started()
+        why = commands.gone or await commands.why_gone()
+        if why is not None:
+            raise SandboxDied(f"sandbox {self.id} has ended: {why}")
+
+    async def _remove(self) -> None:
+        if self._asked:
+            with contextlib.suppress(SandboxError):
+                await self._keeper.remove_container(self.id)
+
+
+class _TooMuch(Exception):
+    """More comes out than is taken."""
+
+
+class _Spool(Output):
+    """Writes an output to a file; ends what writes more than is taken."""
+
+    def __init__(self, mark: bytes, file: IO[bytes], most: int) -> None:
+        super().__init__(mark)
+        self._file = file
+        self._most = most
+
+    def _keep(self, data: bytes) -> None:
+        self.total += len(data)
+        if self.total > self._most:
+            raise _TooMuch
+        self._file.write(data)

@@ -1,0 +1,194 @@
+"""What comes out of a container: the frames of the engine, a command's end, and how much of its output is kept.
+
+Owns: :class:`Demux`, :class:`Output` and :class:`Stream`, the connection of one command. Refuses: requests to the
+engine (``engine.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from turnwise.sandboxes.core import MAX_OUTPUT
+
+_PIECE: Final = 65_536
+_HEADER: Final = struct.Struct(">BxxxL")
+STDOUT: Final = 1
+STDERR: Final = 2
+
+
+class Demux:
+    """Takes apart the stream in which the engine sends both outputs: frames of a stream's number, a size and bytes."""
+
+    def __init__(self) -> None:
+        self._header = bytearray()
+        self._stream = 0
+        self._left = 0
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Return the pieces that some bytes hold, each with its stream; of a frame that goes on, what is there."""
+        view = memoryview(data)
+        pieces = []
+        while view:
+            if self._left:
+                pieces.append((self._stream, bytes(view[: self._left])))
+                taken = min(self._left, len(view))
+                self._left -= taken
+                view = view[taken:]
+            else:
+                missing = _HEADER.size - len(self._header)
+                self._header += view[:missing]
+                view = view[missing:]
+                if len(self._header) == _HEADER.size:
+                    self._stream, self._left = _HEADER.unpack(self._header)
+                    self._header.clear()
+        return pieces
+
+
+class Output:
+    """What is kept of one output of a command: its head and its tail; and what its end said.
+
+    Args:
+        mark: The word with which the end is said.
+        max_bytes: How much is kept.
+
+    Attributes:
+        end: What followed the word; None while that was not said.
+        total: Bytes that the command wrote.
+    """
+
+    def __init__(self, mark: bytes, max_bytes: int = MAX_OUTPUT) -> None:
+        self.end: str | None = None
+        self.total = 0
+        self._mark = mark + b":"
+        self._max = max_bytes
+        self._waiting = bytearray()
+        self._head = bytearray()
+        self._tail = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take what came; what comes after the end is of others, and dropped."""
+        if self.end is not None:
+            return
+        self._waiting += data
+        at = self._waiting.find(self._mark)
+        if at < 0:
+            # The word's beginning may be the end of what is there.
+            sure = len(self._waiting) - len(self._mark) + 1
+            if sure > 0:
+                self._keep(bytes(self._waiting[:sure]))
+                del self._waiting[:sure]
+            return
+        said, line_end, _ = bytes(self._waiting[at + len(self._mark) :]).partition(b"\n")
+        if line_end:
+            self._keep(bytes(self._waiting[:at]))
+            self._waiting.clear()
+            self.end = said.decode("ascii", "replace")
+
+    def finish(self) -> None:
+        """Nothing more will come."""
+        self._keep(bytes(self._waiting))
+        self._waiting.clear()
+
+    @property
+    def truncated(self) -> bool:
+        """Whether more was written than is kept."""
+        return self.total > self._max
+
+    @property
+    def kept(self) -> bytes:
+        """The output, with a line in the place of what is missing."""
+        if not self.truncated:
+            return bytes(self._head + self._tail)
+        tail = self._tail[len(self._tail) - (self._max - self._max // 2) :]
+        missing = self.total - self._max
+        return bytes(self._head) + b"\n[%d bytes are missing here]\n" % missing + bytes(tail)
+
+    def _keep(self, data: bytes) -> None:
+        self.total += len(data)
+        room = max(self._max // 2 - len(self._head), 0)
+        self._head += data[:room]
+        self._tail += data[room:]
+        most = self._max - self._max // 2
+        if len(self._tail) > 2 * most + _PIECE:
+            del self._tail[: len(self._tail) - most]
+
+
+class Stream:
+    """The connection of one command: its input goes out, frames of its outputs come in.
+
+    Args:
+        connection: A socket that the engine has handed over to the command.
+        first: What came along with the engine's answer.
+        release: Frees what belongs to the connection.
+    """
+
+    def __init__(self, connection: socket.socket, first: bytes, release: Callable[[], None]) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._first = first
+        self._release = release
+        self._demux = Demux()
+        self._busy = 0
+        self._dropped = False
+        self.ended = False
+
+    async def pieces(self) -> list[tuple[int, bytes]]:
+        """Wait for output, and return it with the stream that each piece is of; nothing where it has ended.
+
+        A connection that breaks ends like one that is closed: whoever reads finds out what became of the command.
+        """
+        while not self.ended:
+            data, self._first = self._first, b""
+            if not data:
+                with self._held():
+                    try:
+                        data = await asyncio.get_running_loop().sock_recv(self._socket, _PIECE)
+                    except OSError:
+                        data = b""
+            if not data:
+                self.ended = True
+            elif pieces := self._demux.feed(data):
+                return pieces
+        return []
+
+    async def write(self, data: bytes) -> None:
+        """Send to the command's input.
+
+        Raises:
+            OSError: Nobody reads it any more.
+        """
+        with self._held():
+            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+
+    def end_input(self) -> None:
+        """Say that the input is over."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Let go of the connection; the command itself goes on. Closing twice is no error."""
+        self.ended = True
+        self._dropped = True
+        if self._busy:
+            # Whoever waits at it is woken, and lets go of it: its number may be another's as soon as it is closed.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            return
+        self._release()
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            if self._dropped and not self._busy:
+                self.close()

@@ -1,0 +1,12 @@
+"""Sandboxes of E2B, which run in its cloud; needs the extra ``e2b``."""
+
+from turnwise.errors import MissingExtraError
+
+try:
+    import e2b  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("e2b", "e2b", "sandboxes of the backend 'e2b'") from error
+
+from turnwise.sandboxes.e2b.backend import E2BBackend
+
+__all__ = ["E2BBackend"]

@@ -1,0 +1,264 @@
+"""One command inside an E2B sandbox, through the SDK's commands and the program beside this file (``guest.py``).
+
+Owns: :class:`Running`, the host's side of that program, and :class:`E2BProcess`. Refuses: what is run (``sandbox.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import e2b
+
+from turnwise.errors import SandboxDied, SandboxError, SandboxFileNotFound
+from turnwise.sandboxes.core import MAX_OUTPUT, SandboxProcess
+from turnwise.sandboxes.e2b.sdk import mapped
+
+_GUEST: Final = (Path(__file__).parent / "guest.py").read_text()
+_PIECE: Final = 196_608
+"""Bytes of input that are sent in one request."""
+_GRACE: Final = 15.0
+"""Seconds that the program inside has to end a command, before it is ended itself."""
+_READ_AHEAD: Final = 64
+"""Pieces of a spawned command's output that are kept until somebody reads them; then the command has to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the program inside is asked for; the fields are those that ``guest.py`` reads."""
+
+    argv: list[str]
+    cwd: str
+    env: dict[str, str]
+    user: str
+    limits: dict[str, int]
+    timeout: float | None = None
+    merged: bool = False
+    max_output: int | None = None
+    stdin_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended; the fields are those that ``guest.py`` writes."""
+
+    code: int
+    timed_out: bool
+    cut: bool
+
+
+class Running:
+    """A command that runs; made by :meth:`start`.
+
+    Attributes:
+        output: What it wrote so far, by stream (``o`` and ``e``); of a spawned one in ``pieces`` instead.
+        pieces: What a spawned one wrote and nobody read; None at the end.
+    """
+
+    def __init__(self, name: str, *, live: bool) -> None:
+        self.output: dict[str, bytearray] = {"o": bytearray(), "e": bytearray()}
+        self.pieces: asyncio.Queue[bytes | None] | None = asyncio.Queue(_READ_AHEAD) if live else None
+        self._name = name
+        self._handle: Any = None
+        self._line = self._noise = ""
+        loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[str] = loop.create_future()
+        self._ended: asyncio.Future[Ended] = loop.create_future()
+        self._watch: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, sdk: e2b.AsyncSandbox, request: Request, *, live: bool = False) -> Running:
+        """Start a command.
+
+        Raises:
+            SandboxFileNotFound: The folder is none; of a spawned one also where there is no such program.
+            SandboxError: E2B failed, or the template has no ``python3`` or no such user.
+            SandboxDied: The sandbox is gone.
+        """
+        made = cls(sdk.sandbox_id, live=live)
+        with mapped(made._name):
+            made._handle = await sdk.commands.run(
+                f"exec python3 -I -S -c {shlex.quote(_GUEST)}",
+                background=True,
+                user="root",  # which nothing inside can disturb; the program becomes the command's user itself
+                cwd="/",
+                stdin=True,
+                timeout=0,
+                on_stdout=made._take,
+                on_stderr=made._complain,
+                retain_output=False,
+            )
+        made._watch = asyncio.create_task(made._watched())
+        try:
+            await made._send((json.dumps(asdict(request)) + "\n").encode())
+            why = await asyncio.shield(made._started)
+            if why == "cwd":
+                raise SandboxFileNotFound(f"{request.cwd!r} is no folder in the sandbox (cwd)")
+            if why == "missing" and live:
+                raise SandboxFileNotFound(f"there is no program {request.argv[0]!r} in the sandbox")
+            if why == "user":
+                raise SandboxError(
+                    f"the template has no user {request.user!r}: name another (spec.user or config.user)"
+                )
+        except SandboxFileNotFound:
+            raise
+        except BaseException:
+            await asyncio.shield(made.end())
+            raise
+        return made
+
+    async def feed(self, data: bytes) -> None:
+        """Give it input.
+
+        Raises:
+            BrokenPipeError: It has ended.
+        """
+        for at in range(0, len(data), _PIECE):
+            if self._ended.done():
+                raise BrokenPipeError("the command has ended")
+            await self._send(b"d " + base64.b64encode(data[at : at + _PIECE]) + b"\n")
+
+    async def tell(self, order: str) -> None:
+        """Close its input (``c``), interrupt it (``i``) or kill it (``k``); nothing where it has ended."""
+        if not self._ended.done():
+            with contextlib.suppress(BrokenPipeError):
+                await self._send(order.encode() + b"\n")
+
+    async def result(self) -> Ended:
+        """Wait for its end.
+
+        Raises:
+            SandboxDied: The sandbox is gone.
+        """
+        return await asyncio.shield(self._ended)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.done()
+
+    async def end(self) -> None:
+        """End it with everything that it started, whatever happens."""
+        with contextlib.suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout(_GRACE):
+                await self.tell("k")
+                await self.result()
+        with contextlib.suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout(_GRACE):
+                with mapped(self._name):
+                    await self._handle.kill()
+        if self._watch is not None:
+            self._watch.cancel()
+        self.fail(SandboxDied(f"E2B sandbox {self._name}: the command was ended"))
+
+    def fail(self, error: Exception) -> None:
+        """End what waits for it with an error."""
+        for future in (self._started, self._ended):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # perhaps nobody waits for it
+        if self.pieces is not None:
+            with contextlib.suppress(asyncio.QueueFull):
+                self.pieces.put_nowait(None)
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            with mapped(self._name):
+                await self._handle.send_stdin(data)
+        except SandboxDied:
+            raise
+        except SandboxError as error:
+            # A command that has just ended takes nothing any more, which is no failure.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.result(), 1.0)
+                raise BrokenPipeError("the command has ended") from error
+            raise
+
+    async def _watched(self) -> None:
+        """Wait for the end of the program inside: an end without its last word is a failure."""
+        error: Exception = SandboxDied(f"E2B sandbox {self._name} ended before its command did")
+        try:
+            with mapped(self._name):
+                await self._handle.wait()
+        except e2b.CommandExitException:
+            pass
+        except SandboxError as failed:
+            error = failed
+        if not self._started.done():
+            told = self._noise.strip()[-500:]
+            why = f"no command can be run in it, for which it needs a python3: {told or error}"
+            error = error if isinstance(error, SandboxDied) and not told else SandboxError(f"E2B {self._name}: {why}")
+        self.fail(error)
+
+    def _complain(self, text: str) -> None:
+        self._noise = (self._noise + text)[-4000:]
+
+    async def _take(self, text: str) -> None:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            kind, _, rest = line.partition(" ")
+            if kind in self.output:
+                data = base64.b64decode(rest)
+                if self.pieces is None:
+                    self.output[kind] += data
+                else:
+                    await self.pieces.put(data)
+            elif kind == "s" and not self._started.done():
+                self._started.set_result(json.loads(rest))
+            elif kind == "x" and not self._ended.done():
+                self._ended.set_result(Ended(**json.loads(rest)))
+                if self.pieces is not None:
+                    await self.pieces.put(None)
+
+
+class E2BProcess(SandboxProcess):
+    """A spawned command."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._left = bytearray()
+        self._done = False
+        self._open = True
+
+    async def write(self, data: bytes) -> None:
+        """Write to its input; see the contract."""
+        if not self._open or self._running.over:
+            raise BrokenPipeError("the command has ended, or its input is closed")
+        await self._running.feed(data)
+
+    async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
+        """Return output as soon as there is any; see the contract."""
+        assert self._running.pieces is not None
+        while not self._left and not self._done:
+            piece = await self._running.pieces.get()
+            if piece is None:
+                self._done = True
+            else:
+                self._left += piece
+        data = bytes(self._left[:max_bytes])
+        del self._left[:max_bytes]
+        return data
+
+    async def close_stdin(self) -> None:
+        """Close its input."""
+        if self._open:
+            self._open = False
+            await self._running.tell("c")
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to its process group."""
+        await self._running.tell("i")
+
+    async def kill(self) -> None:
+        """End it with everything that it started."""
+        await self._running.tell("k")
+
+    async def wait(self) -> int:
+        """Wait for its end and return its exit code."""
+        return (await self._running.result()).code

@@ -1,0 +1,335 @@
+"""The program that runs one command inside an E2B sandbox, as root, by the ``python3`` that is there.
+
+Owns: a command's user, limits, streams, time-out and end. Refuses: judging what it did. It is sent as text and imports
+nothing of this package. E2B ends a command when all who hold its output have closed it, gives its output as text, and
+kills one process only; so the command's streams end here, it is this program that decides when the command has ended,
+and whatever the command starts stays a descendant of this program until then.
+
+In: a line of JSON, the request, then lines ``d BASE64`` (input), ``c`` (close the input), ``i`` (interrupt), ``k``
+(kill). Out: ``s JSON`` (started, or why not), ``o BASE64`` and ``e BASE64`` (output), ``x JSON`` (the end).
+"""
+
+import base64
+import contextlib
+import ctypes
+import json
+import os
+import pwd
+import resource
+import selectors
+import signal
+import sys
+import time
+from typing import Any
+
+PIECE = 49_152
+
+
+class Guest:
+    """One command, from its start to its end."""
+
+    def __init__(self, asked: dict[str, Any], rest: bytes) -> None:
+        self.asked = asked
+        self.control = rest
+        self.outputs: dict[int, Output] = {}
+        self.pending = bytearray()
+        self.closing = False
+        self.input: int | None = None
+        self.status: int | None = None
+        self.timed_out = False
+        self.poll = selectors.DefaultSelector()
+        self.deadline = None if asked["timeout"] is None else time.monotonic() + asked["timeout"]
+
+    def start(self) -> str:
+        """Start the command; return why it did not, or nothing."""
+        child_in, self.input = os.pipe()
+        told, tell = os.pipe()
+        ends = {}
+        for kind in ("o",) if self.asked["merged"] else ("o", "e"):
+            reading, ends[kind] = os.pipe()
+            os.set_blocking(reading, False)
+            self.outputs[reading] = Output(kind, self.asked["max_output"])
+            self.poll.register(reading, selectors.EVENT_READ)
+        waking, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self.poll.register(waking, selectors.EVENT_READ)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.become(child_in, ends["o"], ends.get("e", ends["o"]), tell)
+        for descriptor in (child_in, tell, *ends.values()):
+            os.close(descriptor)
+        os.set_blocking(self.input, False)
+        why = os.read(told, 100).decode()
+        if self.asked["stdin_file"]:
+            os.close(self.input)
+            self.input = None
+            os.unlink(self.asked["stdin_file"])
+        return why
+
+    def become(self, stdin: int, stdout: int, stderr: int, tell: int) -> None:
+        """Turn this new process into the command, or tell why not."""
+        asked, why = self.asked, "cwd"
+        try:
+            os.setsid()
+            for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            if asked["stdin_file"]:
+                stdin = os.open(asked["stdin_file"], os.O_RDONLY)
+            for source, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
+                os.dup2(source, target)
+            for name, bound in asked["limits"].items():
+                kind = getattr(resource, name)
+                hard = resource.getrlimit(kind)[1]
+                bound = bound if hard == resource.RLIM_INFINITY or os.getuid() == 0 else min(bound, hard)
+                resource.setrlimit(kind, (bound, bound))
+            env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+            if os.getuid() == 0 and asked["user"]:
+                why = "user"
+                entry = pwd.getpwnam(asked["user"])
+                os.initgroups(entry.pw_name, entry.pw_gid)
+                os.setgid(entry.pw_gid)
+                os.setuid(entry.pw_uid)
+                env.update(HOME=entry.pw_dir, USER=entry.pw_name, LOGNAME=entry.pw_name)
+                why = "cwd"
+            env.setdefault("HOME", "/")
+            env.update(asked["env"])
+            os.umask(0o022)
+            os.chdir(asked["cwd"])
+            why = "missing"
+            os.execvpe(asked["argv"][0], asked["argv"], env)
+        except (OSError, KeyError, ValueError) as error:
+            os.write(tell, why.encode())
+            if why == "missing":
+                os.write(2, f"{asked['argv'][0]}: {error}\n".encode())
+        os._exit(127)
+
+    def run(self) -> None:
+        """Pass everything on until the command has ended, or its time is over."""
+        self.poll.register(0, selectors.EVENT_READ)
+        self.obey(b"")
+        while self.status is None:
+            left = None if self.deadline is None else self.deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self.timed_out = True
+                self.kill()
+                break
+            for key, events in self.poll.select(left):
+                self.handle(int(key.fd), events)
+            self.reap()
+        self.drain()
+
+    def handle(self, descriptor: int, events: int) -> None:
+        """Do what a descriptor is ready for."""
+        if descriptor in self.outputs:
+            self.read(descriptor)
+        elif descriptor == self.input and events & selectors.EVENT_WRITE:
+            self.feed()
+        elif descriptor == 0:
+            data = os.read(0, PIECE)
+            if not data:
+                self.poll.unregister(0)
+            self.obey(data)
+        else:
+            os.read(descriptor, 1000)
+
+    def read(self, descriptor: int) -> bool:
+        """Take a piece of output; return whether there was one."""
+        try:
+            data = os.read(descriptor, PIECE)
+        except BlockingIOError:
+            return False
+        if data:
+            self.outputs[descriptor].take(data)
+        else:
+            self.poll.unregister(descriptor)
+            self.outputs.pop(descriptor).end()
+            os.close(descriptor)
+        return bool(data)
+
+    def obey(self, data: bytes) -> None:
+        """Do what the host's lines say."""
+        *lines, self.control = (self.control + data).split(b"\n")
+        for line in lines:
+            if line[:1] == b"d":
+                self.pending += base64.b64decode(line[2:])
+            elif line == b"c":
+                self.closing = True
+            elif line == b"i":
+                with contextlib.suppress(OSError):
+                    os.killpg(self.pid, signal.SIGINT)
+            elif line == b"k":
+                self.kill()
+        self.feed()
+
+    def feed(self) -> None:
+        """Give the command what it takes of its input now."""
+        if self.input is None:
+            return
+        try:
+            while self.pending:
+                del self.pending[: os.write(self.input, self.pending[:65_536])]
+        except BlockingIOError:
+            if self.input not in self.poll.get_map():
+                self.poll.register(self.input, selectors.EVENT_WRITE)
+            return
+        except BrokenPipeError:
+            self.closing = True
+            self.pending.clear()
+        if self.input in self.poll.get_map():
+            self.poll.unregister(self.input)
+        if self.closing:
+            os.close(self.input)
+            self.input = None
+
+    def reap(self) -> bool:
+        """Take note of ended children; return whether there are others."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self.pid:
+                code = os.waitstatus_to_exitcode(status)
+                self.status = code if code >= 0 else 128 - code
+
+    def kill(self) -> None:
+        """Kill all descendants: who is orphaned becomes a child of this process, so that none gets away."""
+        until = time.monotonic() + 10
+        while self.reap() and time.monotonic() < until:
+            for pid in descendants():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.002)
+
+    def drain(self) -> None:
+        """Take what is in the pipes now; who still holds them is read by nobody that keeps it."""
+        for descriptor in list(self.outputs):
+            while self.read(descriptor):
+                pass
+        cut = any(output.end() for output in outputs)
+        say("x", {"code": 124 if self.timed_out else self.status, "timed_out": self.timed_out, "cut": cut})
+        if self.outputs and os.fork() == 0:
+            self.swallow()
+
+    def swallow(self) -> None:
+        """Read what is written in the background from now on, so that nobody who writes it is held up or ended."""
+        os.setsid()
+        poll = selectors.DefaultSelector()
+        for descriptor in (0, 1, 2):
+            os.close(descriptor)
+        for descriptor in self.outputs:
+            poll.register(descriptor, selectors.EVENT_READ)
+        while poll.get_map():
+            for key, _ in poll.select():
+                try:
+                    if not os.read(int(key.fd), PIECE):
+                        poll.unregister(key.fd)
+                except BlockingIOError:
+                    pass
+
+
+outputs: "list[Output]" = []
+
+
+class Output:
+    """One stream: its head is passed on at once, its tail at the end."""
+
+    def __init__(self, kind: str, most: int | None) -> None:
+        self.kind = kind
+        self.most = most
+        self.head = 0 if most is None else most - most // 2
+        self.tail = bytearray()
+        self.missing = 0
+        self.cut = False
+        outputs.append(self)
+
+    def take(self, data: bytes) -> None:
+        """Pass on what belongs to the head, keep what may belong to the tail."""
+        if self.most is None:
+            send(self.kind, data)
+            return
+        first, rest = data[: self.head], data[self.head :]
+        self.head -= len(first)
+        if first:
+            send(self.kind, first)
+        self.tail += rest
+        over = len(self.tail) - self.most // 2
+        if over > 0:
+            self.missing += over
+            del self.tail[:over]
+
+    def end(self) -> bool:
+        """Pass the tail on; return whether something is missing."""
+        if self.missing:
+            send(self.kind, b"\n[... %d bytes are missing here ...]\n" % self.missing)
+        if self.tail:
+            send(self.kind, bytes(self.tail))
+            self.tail.clear()
+        self.cut = self.cut or self.missing > 0
+        self.missing = 0
+        return self.cut
+
+
+def descendants() -> list[int]:
+    """Return all processes below this one."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+            parents.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    todo = [os.getpid()]
+    while todo:
+        below = parents.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def send(kind: str, data: bytes) -> None:
+    """Send output."""
+    for at in range(0, len(data), PIECE):
+        put(kind.encode() + b" " + base64.b64encode(data[at : at + PIECE]) + b"\n")
+
+
+def say(kind: str, what: object) -> None:
+    """Send a word of JSON."""
+    put(kind.encode() + b" " + json.dumps(what).encode() + b"\n")
+
+
+def put(line: bytes) -> None:
+    """Write a line, however long that takes."""
+    while line:
+        line = line[os.write(1, line) :]
+
+
+def main() -> None:
+    """Read a request and run its command."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    libc = ctypes.CDLL(None)
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: whoever is of the same user may not look into this process
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    first = b""
+    while b"\n" not in first:
+        data = os.read(0, PIECE)
+        if not data:
+            sys.exit(1)
+        first += data
+    line, _, rest = first.partition(b"\n")
+    guest = Guest(json.loads(line), rest)
+    why = guest.start()
+    say("s", why)
+    if why in {"", "missing"}:
+        guest.run()
+
+
+if __name__ == "__main__":
+    main()

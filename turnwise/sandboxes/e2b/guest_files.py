@@ -1,0 +1,113 @@
+"""The program that does one call on files inside an E2B sandbox, as the user of its commands.
+
+Owns: reading, writing, packing and unpacking inside. It is sent as text and imports nothing of this package. It ends
+with 44 where there is no such file, 45 where it is too large, and 46 for everything else that is wrong with it.
+"""
+
+import os
+import shutil
+import stat
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+
+
+def fail(code: int, why: object) -> None:
+    """End, saying why."""
+    sys.stderr.write(str(why))
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def opened(path: str) -> int:
+    """Open a regular file for reading; a pipe does not hold it up."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        fail(46, "it is no regular file")
+    return descriptor
+
+
+def read(path: str, most: str, inline: str) -> None:
+    """Write what a file holds, or, where that is much, where it really is."""
+    with open(opened(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > int(most):
+            fail(45, f"it holds {size} bytes, more than max_bytes={most}")
+        if size > int(inline):
+            sys.stderr.write(os.path.realpath(path))
+            return
+        data = file.read(int(inline) + 1)
+    if len(data) > int(most):
+        fail(45, f"it holds more than max_bytes={most}")
+    sys.stdout.buffer.write(data)
+
+
+def write(path: str, mode: str) -> None:
+    """Write what is read into a file."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    new = not os.path.exists(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        fail(46, "it is no regular file")
+    os.ftruncate(descriptor, 0)
+    with open(descriptor, "wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        if mode or new:
+            os.fchmod(file.fileno(), int(mode or 0o644))
+
+
+def unpack(path: str) -> None:
+    """Write an archive's content into a folder."""
+    os.makedirs(path, exist_ok=True)
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        for member in archive:
+            to = os.path.join(path, member.name)
+            # A link or a file gives way to what comes; a folder is merged.
+            if os.path.islink(to) or (os.path.isfile(to) and not member.isdir()):
+                os.unlink(to)
+            archive.extract(member, path, set_attrs=not member.issym())
+
+
+def pack(path: str, most: str) -> None:
+    """Pack a folder into an archive and write its name; of a file write its own."""
+    if not stat.S_ISDIR(os.stat(path).st_mode):
+        status = os.fstat(opened(path))
+        if status.st_size > int(most):
+            fail(45, f"it holds {status.st_size} bytes, more than max_bytes={most}")
+        sys.stdout.write(f"file {os.path.realpath(path)}")
+        sys.stderr.write(str(status.st_mode & 0o777))
+        return
+    total = 0
+    for root, _, names in os.walk(path):
+        for name in names:
+            status = os.lstat(os.path.join(root, name))
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    if total > int(most):
+        fail(45, f"its files hold {total} bytes, more than max_bytes={most}")
+    descriptor, name = tempfile.mkstemp(prefix=".turnwise-", dir="/tmp")
+    with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
+        archive.add(path, ".", filter=kept)
+    sys.stdout.write(f"folder {name}")
+
+
+def kept(member: tarfile.TarInfo) -> "tarfile.TarInfo | None":
+    """Leave out what is no file, folder or link."""
+    return member if member.isreg() or member.isdir() or member.issym() or member.islnk() else None
+
+
+def main() -> None:
+    """Do the call that the command line names."""
+    try:
+        calls: dict[str, Callable[..., None]] = {"read": read, "write": write, "unpack": unpack, "pack": pack}
+        calls[sys.argv[1]](*sys.argv[2:])
+        sys.stdout.flush()
+    except FileNotFoundError as error:
+        fail(44, error.strerror)
+    except OSError as error:
+        fail(46, f"{error.strerror} ({error.filename})")
+    except tarfile.TarError as error:
+        fail(46, error)
+
+
+main()

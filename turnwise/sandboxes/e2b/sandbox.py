@@ -1,0 +1,333 @@
+"""A sandbox of E2B.
+
+Owns: :class:`E2BSandbox`, through the SDK's public calls. Refuses: the account and the reaper (``backend.py``) and one
+command (``command.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import posixpath
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, ClassVar, Final
+
+import e2b
+
+from turnwise.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxFileError,
+    SandboxFileNotFound,
+    SandboxFileTooLarge,
+    SandboxUnavailable,
+)
+from turnwise.sandboxes.archives import pack, unpack
+from turnwise.sandboxes.core import (
+    MAX_FILE,
+    MAX_OUTPUT,
+    Command,
+    ExecResult,
+    Sandbox,
+    SandboxProcess,
+    SandboxSpec,
+)
+from turnwise.sandboxes.e2b.command import E2BProcess, Request, Running
+from turnwise.sandboxes.e2b.sdk import mapped, starting
+
+if TYPE_CHECKING:
+    from turnwise.sandboxes.e2b.backend import E2BBackend
+
+_FILES: Final = (Path(__file__).parent / "guest_files.py").read_text()
+_CALL: Final = ("python3", "-I", "-S", "-c", _FILES)
+_INLINE: Final = 2**18
+"""Bytes that travel with a command; what is larger travels as a file."""
+_LATE: Final = 20.0
+"""Seconds that a command whose time is over may be late, before it is ended from here."""
+
+
+class E2BSandbox(Sandbox):
+    """One sandbox in E2B's cloud, or at whatever speaks its protocol; see the contract."""
+
+    backend: ClassVar[str] = "e2b"
+
+    def __init__(self, spec: SandboxSpec, owner: E2BBackend) -> None:
+        self.spec = spec
+        self.id = f"e2b-{uuid.uuid4().hex[:16]}"
+        self._owner = owner
+        self._user = spec.user or owner.user
+        self._sdk: e2b.AsyncSandbox | None = None
+        self._closed = False
+        self._running: set[Running] = set()
+        self._refresh: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Create it, keep it alive, and bring in what the spec asks for."""
+        self._look()
+        creating = asyncio.ensure_future(self._create())
+        try:
+            self._sdk = await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            # What E2B has begun it finishes: it is ended as soon as it is known.
+            with contextlib.suppress(SandboxError):
+                self._sdk = await creating
+            await asyncio.shield(self.close())
+            raise
+        self.id = self._sdk.sandbox_id
+        self.capabilities = self._owner.capabilities
+        self._refresh = asyncio.create_task(self._refreshed(self._sdk))
+        try:
+            await self._furnish()
+        except BaseException:
+            await asyncio.shield(self.close())
+            raise
+
+    async def close(self) -> None:
+        """Kill it."""
+        self._closed = True
+        if self._refresh is not None:
+            self._refresh.cancel()
+        await self.stop_relays()
+        sdk, self._sdk = self._sdk, None
+        died = SandboxDied(f"E2B sandbox {self.id} was closed")
+        for running in list(self._running):
+            running.fail(died)
+        if sdk is not None:
+            with mapped(self.id):
+                await sdk.kill()
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = 30.0,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+        max_output: int = MAX_OUTPUT,
+    ) -> ExecResult:
+        """Run a command to its end; see the contract."""
+        request = replace(self._request(command, cwd, env), timeout=timeout, max_output=max_output)
+        return await self._run(request, stdin or b"")
+
+    async def spawn(
+        self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> SandboxProcess:
+        """Start a command that goes on; see the contract."""
+        running = await Running.start(self._live(), replace(self._request(command, cwd, env), merged=True), live=True)
+        self._running.add(running)
+        return E2BProcess(running)
+
+    async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
+        """Return what a file inside holds; see the contract."""
+        found = await self._on_file("read", path, str(max_bytes), str(_INLINE), max_output=_INLINE * 2)
+        if not found.stderr:
+            return found.stdout
+        # It is large: the SDK's own route for files is the faster one.
+        with mapped(self.id):
+            data = bytes(await self._live().files.read(found.stderr.decode(), format="bytes", user="root"))
+        if len(data) > max_bytes:
+            raise SandboxFileTooLarge(f"{path!r} holds more than max_bytes={max_bytes}")
+        return data
+
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
+        """Write a file inside; see the contract."""
+        self._live()
+        bound = self.spec.limits.file_size
+        if len(data) > bound:
+            raise SandboxFileError(f"{path!r} would have {len(data)} bytes, and limits.file_size is {bound}")
+        await self._on_file("write", path, "" if mode is None else str(mode), stdin=data)
+
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a file or a folder of the host into the sandbox; see the contract."""
+        await self._upload(source, target, self._user)
+
+    async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
+        """Copy a file or a folder inside to the host; see the contract."""
+        found = await self._on_file("pack", source, str(max_bytes))
+        kind, _, name = found.stdout.decode().partition(" ")
+        try:
+            with tempfile.TemporaryFile() as spool:
+                with mapped(self.id):
+                    async for piece in await self._live().files.read(name, format="stream", user="root"):
+                        spool.write(piece)
+                        if kind == "file" and spool.tell() > max_bytes:
+                            raise SandboxFileTooLarge(f"{source!r} holds more than max_bytes={max_bytes}")
+                spool.seek(0)
+                if kind == "file":
+                    await asyncio.to_thread(_write_plain, spool, target, int(found.stderr or b"420"))
+                else:
+                    await asyncio.to_thread(unpack, spool, target, max_bytes=max_bytes)
+        finally:
+            if kind == "folder" and self._sdk is not None:
+                await self._run(self._of_root(["rm", "-f", name]))
+
+    async def snapshot(self) -> str:
+        """Keep the files as they are now; see the contract."""
+        with mapped(self.id):
+            made = await self._live().create_snapshot(mode="filesystem")
+        return self._owner.keep(str(made.snapshot_id))
+
+    async def fork(self) -> Sandbox:
+        """Return a started sandbox with the same files; see the contract."""
+        name = await self.snapshot()
+        forked = E2BSandbox(replace(self.spec, snapshot=name), self._owner)
+        try:
+            await forked.start()
+        finally:
+            await self._owner.drop_snapshot(name)
+        forked.spec = self.spec
+        return forked
+
+    def _live(self) -> e2b.AsyncSandbox:
+        if self._sdk is None:
+            raise SandboxDied(f"E2B sandbox {self.id} is {'closed' if self._closed else 'not started'}")
+        return self._sdk
+
+    async def _create(self) -> e2b.AsyncSandbox:
+        template = self.spec.snapshot or self.spec.image or self._owner.template
+        with starting(f"template or snapshot {template!r}" if template else "default template"):
+            return await e2b.AsyncSandbox.create(
+                template=template,
+                timeout=self._owner.lifetime,
+                metadata=self._owner.metadata(self.spec.labels),
+                allow_internet_access=self.spec.limits.network,
+                **self._owner.access,
+            )
+
+    async def _refreshed(self, sdk: e2b.AsyncSandbox) -> None:
+        """Put its end off while this process lives: without a word from it, E2B ends the sandbox by itself."""
+        while True:
+            await asyncio.sleep(self._owner.lifetime / 3)
+            with contextlib.suppress(SandboxError), mapped(self.id):
+                await sdk.set_timeout(self._owner.lifetime)
+
+    def _look(self) -> None:
+        """Refuse what cannot be brought in, before anything is created."""
+        if self.spec.workspace is not None and not self.spec.workspace.is_dir():
+            raise SandboxUnavailable(f"spec.workspace {str(self.spec.workspace)!r} is no folder of this machine")
+        for mount in self.spec.mounts:
+            if not mount.source.exists():
+                raise SandboxUnavailable(f"spec.mounts: {str(mount.source)!r} is not on this machine")
+
+    async def _furnish(self) -> None:
+        script = 'mkdir -p "$1" && chown "$2" "$1"'
+        made = await self._run(self._of_root(["sh", "-c", script, "sh", self.spec.workdir, self._user]))
+        if not made.ok:
+            raise SandboxError(f"the workdir {self.spec.workdir!r} cannot be made: {made.text.strip()}")
+        if self.spec.workspace is not None and self.spec.snapshot is None:
+            await self._upload(self.spec.workspace, self.spec.workdir, self._user)
+        for mount in self.spec.mounts:
+            await self._upload(mount.source, mount.target, "root")
+
+    def _request(self, command: Command, cwd: str | None, env: Mapping[str, str] | None) -> Request:
+        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        bounds = self.spec.limits
+        limits = {
+            "RLIMIT_NPROC": bounds.pids,
+            "RLIMIT_FSIZE": bounds.file_size,
+            "RLIMIT_NOFILE": bounds.open_files,
+            "RLIMIT_CORE": 0,
+        }
+        if bounds.cpu_seconds is not None:
+            limits["RLIMIT_CPU"] = max(1, round(bounds.cpu_seconds))
+        folder = posixpath.join(self.spec.workdir, cwd or "")
+        return Request(argv, folder, {**self.spec.env, **(env or {})}, self._user, limits)
+
+    def _of_root(self, argv: list[str]) -> Request:
+        return Request(argv, "/", {}, "root", {}, timeout=120.0, max_output=MAX_OUTPUT)
+
+    async def _run(self, request: Request, stdin: bytes = b"") -> ExecResult:
+        """Run a command to its end."""
+        began = time.monotonic()
+        if len(stdin) > _INLINE:
+            request, stdin = replace(request, stdin_file=await self._parcel(stdin)), b""
+        async with self._command(request) as running:
+            feeding = asyncio.create_task(_fed(running, stdin))
+            try:
+                # The program inside ends the command in time; should it not, it is ended from here.
+                bound = None if request.timeout is None else request.timeout + _LATE
+                ended = await asyncio.wait_for(running.result(), bound)
+                code, late, cut = ended.code, ended.timed_out, ended.cut
+            except TimeoutError:
+                code, late, cut = 124, True, False
+                await running.end()
+            finally:
+                feeding.cancel()
+        out, err = bytes(running.output["o"]), bytes(running.output["e"])
+        return ExecResult(code, out, err, late, cut, time.monotonic() - began)
+
+    @contextlib.asynccontextmanager
+    async def _command(self, request: Request) -> AsyncIterator[Running]:
+        """Start a command; it is ended with the block."""
+        running = await Running.start(self._live(), request)
+        self._running.add(running)
+        try:
+            yield running
+        finally:
+            self._running.discard(running)
+            if not running.over:
+                await asyncio.shield(running.end())
+
+    async def _parcel(self, data: bytes) -> str:
+        """Bring bytes inside as a file that only root can read, and return its path."""
+        path = posixpath.join("/root", f".turnwise-{uuid.uuid4().hex}")
+        with mapped(self.id):
+            await self._live().files.write(path, data, user="root")
+        return path
+
+    async def _on_file(
+        self, kind: str, path: str, *rest: str, stdin: bytes = b"", max_output: int = MAX_OUTPUT
+    ) -> ExecResult:
+        """Run a call on a file as the user of commands; raise what it says."""
+        argv = [*_CALL, kind, posixpath.join(self.spec.workdir, path), *rest]
+        request = self._request(argv, "/", None)
+        done = await self._run(replace(request, timeout=300.0, max_output=max_output), stdin)
+        if done.exit_code == 0:
+            return done
+        said = done.stderr.decode("utf-8", "replace").strip()[-300:]
+        kinds = {44: SandboxFileNotFound, 45: SandboxFileTooLarge}
+        raise kinds.get(done.exit_code, SandboxFileError)(f"{kind} of {path!r}: {said or done.exit_code}")
+
+    async def _upload(self, source: Path, target: str, user: str) -> None:
+        self._live()
+        source = source.resolve(strict=True)
+        target = posixpath.join(self.spec.workdir, target)
+        if source.is_file():
+            data = await asyncio.to_thread(source.read_bytes)
+            argv = [*_CALL, "write", target, str(source.stat().st_mode & 0o777)]
+        else:
+            archive = io.BytesIO()
+            await asyncio.to_thread(pack, source, archive)
+            data = archive.getvalue()
+            argv = [*_CALL, "unpack", target]
+        limits = {"RLIMIT_FSIZE": self.spec.limits.file_size}
+        request = Request(argv, "/", {}, user, limits, timeout=600.0, max_output=MAX_OUTPUT)
+        done = await self._run(request, data)
+        if not done.ok:
+            said = done.stderr.decode("utf-8", "replace").strip()[-300:]
+            raise SandboxFileError(f"upload to {target!r}: {said or done.exit_code}")
+
+
+async def _fed(running: Running, stdin: bytes) -> None:
+    # A command that does not read its input, or has ended, is no failure.
+    with contextlib.suppress(BrokenPipeError, SandboxError):
+        await running.feed(stdin)
+        await running.tell("c")
+
+
+def _write_plain(spool: IO[bytes], target: Path, mode: int) -> None:
+    """Write one file at a path of the host, in the place of what stands there, following no link."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(target, flags, mode & 0o777 | 0o600), "wb") as file:
+        shutil.copyfileobj(spool, file)

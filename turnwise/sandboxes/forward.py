@@ -1,0 +1,162 @@
+"""What of the host the inside of a sandbox can be let reach: nothing but what is put there for it.
+
+Owns: :class:`Reaching`, the part of a sandbox that opens a way out of it (:meth:`~Reaching.listen`,
+:meth:`~Reaching.expose`), and :class:`Relay`, which passes bytes on. Refuses: what is said over them.
+
+A way out is a socket that listens inside, on the loopback that only the sandbox has, while it is held and answered out
+here. So nothing of the host is mounted for it, no process of it runs inside that could be killed or read there, and
+who is inside reaches what answers the socket, and nothing beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import ClassVar, Final
+
+from turnwise.errors import SandboxUnavailable
+
+_CONNECTIONS: Final = 64
+"""Connections that one relay passes on at the same time; a further one is closed at once."""
+_PIECE: Final = 65_536
+_CONNECT_S: Final = 10.0
+
+
+class Reaching:
+    """The ways out of a sandbox. A backend says how a socket inside is made, and ends relays when it closes."""
+
+    backend: ClassVar[str]
+    _relays: dict[tuple[str, int], Relay] | None = None
+
+    async def listen(self, port: int = 0) -> socket.socket:
+        """Return a socket that listens inside, at 127.0.0.1, and whose connections are accepted here.
+
+        It is whose asked for it: what accepts its connections decides what the inside can reach, and closes it. It
+        goes deaf with the sandbox. Where ``limits.network`` is given, others may reach it, too.
+
+        Args:
+            port: Which one; 0 takes a free one (``getsockname`` tells it).
+
+        Raises:
+            SandboxUnavailable: This backend cannot.
+            SandboxError: The port is taken.
+            SandboxDied: The sandbox has ended.
+        """
+        del port
+        raise SandboxUnavailable(
+            f"a sandbox of {self.backend!r} cannot be let reach anything of this machine: choose another backend "
+            "(rollout.sandbox.name: local or docker)"
+        )
+
+    async def expose(self, host: str, port: int) -> str:
+        """Let the inside reach one TCP address of the host, and nothing else of it.
+
+        Whatever listens there is reached with all that it answers. Of a server that answers several, let the inside
+        reach a part of it by a server of that part, at a socket of :meth:`listen`.
+
+        Returns:
+            The base URL inside, such as ``http://127.0.0.1:8000``; for the same address always the same.
+
+        Raises:
+            SandboxUnavailable: This backend cannot.
+            SandboxDied: The sandbox has ended.
+        """
+        relays = self._relays = {} if self._relays is None else self._relays
+        if (host, port) not in relays:
+            listener = await self.listen()
+            if (host, port) in relays or self._relays is not relays:
+                # Another was faster, or the sandbox was closed meanwhile.
+                listener.close()
+                return await self.expose(host, port)
+            relays[host, port] = Relay(listener, host, port)
+            try:
+                await relays[host, port].open()
+            except BaseException:
+                relays.pop((host, port), None)
+                listener.close()
+                raise
+        return f"http://127.0.0.1:{relays[host, port].port}"
+
+    async def stop_relays(self) -> None:
+        """Pass nothing on any more. Every backend's ``close`` calls it."""
+        relays, self._relays = self._relays or {}, None
+        await asyncio.gather(*(relay.close() for relay in relays.values()))
+
+
+class Relay:
+    """Passes what comes to a listening socket, which it owns, on to one TCP address, and back.
+
+    A side that has said all is told to the other side, which may go on; one that does not read holds the other back.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    def __init__(self, listener: socket.socket, host: str, port: int) -> None:
+        self.port: int = listener.getsockname()[1]
+        self._listener = listener
+        self._closed = False
+        self._target = (host, port)
+        self._open: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        """Begin to pass on."""
+        self._listener.setblocking(False)
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server = await asyncio.start_server(self._accept, sock=self._listener, limit=_PIECE)
+        if self._closed:
+            server.close()
+        else:
+            self._server = server
+
+    async def close(self) -> None:
+        """Stop listening and end all connections. Closing twice is no error."""
+        self._closed = True
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= _CONNECTIONS or self._server is None:
+            writer.transport.abort()
+            return
+        task = asyncio.create_task(self._pass_on(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Where the target cannot be reached the connection ends, as it does where nothing listens.
+        with contextlib.suppress(OSError, TimeoutError), contextlib.closing(writer):
+            async with asyncio.timeout(_CONNECT_S):
+                out_reader, out_writer = await asyncio.open_connection(*self._target, limit=_PIECE)
+            with contextlib.closing(out_writer):
+                await _both_ways((reader, writer), (out_reader, out_writer))
+
+
+_Side = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _both_ways(one: _Side, other: _Side) -> None:
+    """Pass on what each side says until both have said all, or one failed."""
+    pumps = {asyncio.create_task(_pump(one[0], other[1])), asyncio.create_task(_pump(other[0], one[1]))}
+    try:
+        ended, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
+        for pump in ended:
+            pump.result()
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_PIECE):
+        writer.write(data)
+        await writer.drain()
+    with contextlib.suppress(OSError):
+        writer.write_eof()

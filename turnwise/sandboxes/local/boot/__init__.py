@@ -1,0 +1,1 @@
+"""Programs of the local backend that run without the package: only the standard library, and only these files."""

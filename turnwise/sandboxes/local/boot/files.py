@@ -1,0 +1,128 @@
+"""Files of a sandbox, read and written inside it by a process that serves one request.
+
+Owns: what the agent's file requests do. Refuses: streams and devices; what is read or written is a regular file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import tarfile
+    from typing import Any
+
+_CHUNK = 1 << 20
+
+
+def serve(request: dict[str, Any], fds: list[int]) -> None:
+    """Do what a request asks, with its stream as the first descriptor.
+
+    Raises:
+        OSError: It cannot be done.
+    """
+    path = request["path"]
+    operation = request["op"]
+    if operation == "read":
+        read(path, request["max"], fds[0])
+    elif operation == "write":
+        write(path, request["mode"], fds[0])
+    elif operation == "pack":
+        pack(path, fds[0])
+    else:
+        unpack(path, fds[0])
+
+
+def regular(path: str, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file; a pipe, a socket or a device is refused instead of waited for.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISREG(kind):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(kind):
+        raise OSError(errno.EISDIR, "it is a folder")
+    raise OSError(errno.EINVAL, "it is no regular file")
+
+
+def read(path: str, most: int, out: int) -> None:
+    """Send a file's content, and at most one byte more than the caller takes."""
+    fd = regular(path, os.O_RDONLY)
+    if os.fstat(fd).st_size > most:
+        raise OSError(errno.EFBIG, f"it holds {os.fstat(fd).st_size} bytes")
+    left = most + 1
+    while left:
+        data = os.read(fd, min(left, _CHUNK))
+        if not data:
+            return
+        left -= len(data)
+        send(out, data)
+    raise OSError(errno.EFBIG, f"it holds more than {most} bytes")
+
+
+def send(out: int, data: bytes) -> None:
+    """Write all of some bytes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(out, view) :]
+
+
+def write(path: str, mode: int | None, source: int) -> None:
+    """Write a file from a stream, with the folders above it."""
+    folder = os.path.dirname(path)
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+    fd = regular(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    os.ftruncate(fd, 0)
+    if mode is not None:
+        os.fchmod(fd, mode)
+    os.lseek(source, 0, os.SEEK_SET)
+    while data := os.read(source, _CHUNK):
+        send(fd, data)
+    os.close(fd)
+
+
+def pack(path: str, out: int) -> None:
+    """Send a file, or a folder's content, as an archive."""
+    import tarfile
+
+    kind = os.stat(path).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        raise OSError(errno.EINVAL, "it is neither a file nor a folder")
+    os.set_blocking(out, True)
+    with (
+        os.fdopen(out, "wb", closefd=False) as stream,
+        tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
+
+        def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+            archive.inodes = {}  # type: ignore[attr-defined]  # hard links travel as files
+            return member if member.isfile() or member.isdir() or member.issym() else None
+
+        # What the caller names is followed; links below it travel as links.
+        archive.add(os.path.realpath(path), arcname="." if os.path.isdir(path) else "file", filter=kept)
+
+
+def unpack(path: str, source: int) -> None:
+    """Write what an archive holds into a folder."""
+    import tarfile
+
+    os.makedirs(path, exist_ok=True)
+    with os.fdopen(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            place = os.path.join(path, member.name)
+            # A file in the place of a link replaces the link, as it would in an empty folder.
+            if not member.isdir() and os.path.islink(place):
+                os.unlink(place)
+            try:
+                archive.extract(member, path, set_attrs=True, numeric_owner=True, filter="tar")
+            except tarfile.TarError as error:  # a folder of that name is a link that leads elsewhere
+                raise OSError(errno.EINVAL, str(error)) from error
+        while stream.read(_CHUNK):
+            pass

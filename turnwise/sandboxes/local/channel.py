@@ -1,0 +1,228 @@
+"""The host's end of a sandbox's control socket.
+
+Owns: requests and their answers, and what is told to all that wait when the sandbox is gone. Refuses: what a request
+means.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import itertools
+import marshal
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from turnwise.errors import SandboxDied
+
+_DIRECT: Final = 60_000
+"""Bytes of a request that fits into one message; a longer one travels in memory that is passed along."""
+
+
+class Refused(Exception):
+    """What was asked for cannot be done inside.
+
+    Attributes:
+        number: The error's number there.
+        what: What it was about: ``cwd``, ``program``, ``file`` or ``fork``.
+        reason: In words.
+    """
+
+    def __init__(self, number: int, what: str, reason: str) -> None:
+        super().__init__(reason)
+        self.number = number
+        self.what = what
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Request:
+    """One request under way.
+
+    Attributes:
+        id: Names it to the agent.
+        started: Done when what was spawned runs.
+        ended: Its exit status, negative for a signal's number; None where it was ended by force and told nothing.
+        gone: Done when nothing of what it started is left, after it was killed.
+        handed: What its answer brought along: a descriptor, or -1.
+    """
+
+    id: str
+    started: asyncio.Future[None]
+    ended: asyncio.Future[int | None]
+    gone: asyncio.Future[None] = field(repr=False)
+    handed: int = -1
+
+
+class Channel:
+    """Requests to one agent, any number at the same time.
+
+    Args:
+        end: The control socket's host end; owned from now on.
+        lost: Returns why the sandbox is gone, in words; asked once it is.
+    """
+
+    def __init__(self, end: socket.socket, lost: Callable[[], str]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._end = end
+        self._lost = lost
+        self._ids = itertools.count(1)
+        self._open: dict[str, Request] = {}
+        self._killing: set[str] = set()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.ready.add_done_callback(retrieved)
+        self.dead = False
+        end.setblocking(False)
+        self._loop.add_reader(end.fileno(), self._receive)
+
+    async def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send something that has no answer of its own.
+
+        Raises:
+            SandboxDied: The sandbox is gone.
+        """
+        data = marshal.dumps(message, 2)
+        held = None
+        if len(data) > _DIRECT:
+            held = in_memory(data)
+            data, fds = b"memfd", (held, *fds)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            while True:
+                if self.dead:
+                    raise SandboxDied(self._lost())
+                try:
+                    self._end.sendmsg([data], ancillary)
+                except BlockingIOError:
+                    await asyncio.sleep(0.002)
+                except OSError:
+                    self._die()
+                else:
+                    return
+        finally:
+            if held is not None:
+                os.close(held)
+
+    async def request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> Request:
+        """Send a request and return it under way.
+
+        Raises:
+            SandboxDied: The sandbox is gone.
+        """
+        name = str(next(self._ids))
+        made = Request(name, self._loop.create_future(), self._loop.create_future(), self._loop.create_future())
+        for each in (made.started, made.ended, made.gone):
+            each.add_done_callback(retrieved)
+        self._open[name] = made
+        try:
+            await self.send({**message, "id": name}, fds)
+        except BaseException:
+            self._open.pop(name, None)
+            raise
+        return made
+
+    async def kill(self, request: Request, seconds: float) -> bool:
+        """End a request with all that it started; return whether that was done within some seconds.
+
+        Raises:
+            SandboxDied: The sandbox is gone.
+        """
+        self._open[request.id] = request
+        self._killing.add(request.id)
+        try:
+            await self.send({"op": "kill", "id": request.id})
+            done, _ = await asyncio.wait([request.gone], timeout=seconds)
+        finally:
+            self._killing.discard(request.id)
+            self._open.pop(request.id, None)
+        if done and (error := request.gone.exception()) is not None:
+            raise error
+        return bool(done)
+
+    def close(self) -> None:
+        """Close the host's end, which ends the sandbox. Closing twice is no error."""
+        self._die()
+
+    def _receive(self) -> None:
+        for _ in range(64):
+            try:
+                data, fds, _, _ = socket.recv_fds(self._end, 65_536, 4, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            if not data:
+                self._die()
+                return
+            self._answer(data.decode("utf-8", "replace").split(" ", 4), fds)
+
+    def _answer(self, words: list[str], fds: list[int]) -> None:
+        kind, name = words[0], words[1]
+        if kind == "ready":
+            _settle(self.ready, None)
+            return
+        request = self._open.get(name)
+        if request is not None and fds and request.handed < 0:
+            request.handed = fds.pop()
+        for fd in fds:
+            os.close(fd)
+        if request is None:
+            return
+        if kind == "started":
+            _settle(request.started, None)
+            return
+        # What has ended is forgotten; while it is being killed, its end is not all that is waited for.
+        if kind == "gone" or name not in self._killing:
+            self._open.pop(name)
+        if kind == "fail":
+            error = Refused(int(words[2]), words[3], words[4] if len(words) > 4 else "")
+            for each in (request.started, request.ended):
+                if not each.done():
+                    each.set_exception(error)
+        else:
+            status = int(words[2]) if kind == "exit" else None
+            _settle(request.started, None)
+            if not request.ended.done():
+                request.ended.set_result(status)
+        if kind == "gone":
+            _settle(request.gone, None)
+
+    def _die(self) -> None:
+        if self.dead:
+            return
+        self.dead = True
+        self._loop.remove_reader(self._end.fileno())
+        self._end.close()
+        waiting = [each for request in self._open.values() for each in (request.started, request.ended, request.gone)]
+        self._open.clear()
+        for each in (self.ready, *waiting):
+            if not each.done():
+                each.set_exception(SandboxDied(self._lost()))
+
+
+def in_memory(data: bytes) -> int:
+    """Return a descriptor of a file in memory that holds some bytes, to be read from its beginning."""
+    fd = os.memfd_create("turnwise")
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _settle(future: asyncio.Future[None], value: None) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def retrieved(future: asyncio.Future[Any]) -> None:
+    """Take note of an error that nobody may wait for."""
+    if not future.cancelled():
+        future.exception()

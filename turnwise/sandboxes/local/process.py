@@ -1,0 +1,134 @@
+"""A command inside a sandbox that goes on.
+
+Owns: its input and output pipes. Refuses: starting it (``sandbox.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from turnwise.errors import SandboxDied
+from turnwise.sandboxes.core import MAX_OUTPUT, SandboxProcess
+from turnwise.sandboxes.local.channel import Channel, Request
+
+KILL_SECONDS: Final = 10.0
+"""Seconds within which an agent ends a tree of processes; one that takes longer is taken for dead."""
+
+
+class LocalProcess(SandboxProcess):
+    """A command that was spawned.
+
+    Args:
+        channel: Its sandbox's.
+        request: The request that it was started with.
+        stdin: Its input's writing end; owned from now on.
+        output: Its output's reading end; owned from now on.
+        closed: Called when nothing of it is open any longer.
+    """
+
+    def __init__(
+        self, channel: Channel, request: Request, stdin: int, output: int, closed: Callable[[LocalProcess], None]
+    ) -> None:
+        self._channel = channel
+        self._request = request
+        self._stdin = stdin
+        self._output = output
+        self._closed = closed
+        self._loop = asyncio.get_running_loop()
+        for fd in (stdin, output):
+            os.set_blocking(fd, False)
+        request.ended.add_done_callback(lambda _: self._input_over())
+
+    async def write(self, data: bytes) -> None:
+        """Write to its input."""
+        view = memoryview(data)
+        while view:
+            if self._stdin < 0 or self._request.ended.done():
+                raise BrokenPipeError("the command has ended, or its input is closed")
+            try:
+                view = view[os.write(self._stdin, view) :]
+            except BlockingIOError:
+                await self._until(self._stdin, writing=True)
+
+    async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
+        """Return output as soon as there is any; empty where it has ended and all was read."""
+        while self._output >= 0:
+            try:
+                data = os.read(self._output, max_bytes)
+            except BlockingIOError:
+                # Output ends with the command: what that left in the background may hold the pipe open for ever.
+                if self._request.ended.done():
+                    return b""
+                await self._until(self._output, writing=False)
+                continue
+            if not data:
+                await asyncio.wait([self._request.ended])
+                self._output_over()
+            return data
+        return b""
+
+    async def close_stdin(self) -> None:
+        """Close its input."""
+        self._input_over()
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to the command's process group."""
+        if not self._request.ended.done():
+            await self._channel.send({"op": "interrupt", "id": self._request.id})
+
+    async def kill(self) -> None:
+        """End it with everything that it started."""
+        if not self._channel.dead and not await self._channel.kill(self._request, KILL_SECONDS):
+            self._channel.close()
+            raise SandboxDied(f"the sandbox did not end a command within {KILL_SECONDS:g} s")
+
+    async def wait(self) -> int:
+        """Wait for its end and return its exit code."""
+        return exit_code(await asyncio.shield(self._request.ended))
+
+    def close(self) -> None:
+        """Let go of its pipes."""
+        self._input_over()
+        self._output_over()
+
+    async def _until(self, fd: int, *, writing: bool) -> None:
+        """Wait until a pipe can be used, or the command has ended."""
+        usable = asyncio.Event()
+        add, remove = (
+            (self._loop.add_writer, self._loop.remove_writer)
+            if writing
+            else (self._loop.add_reader, self._loop.remove_reader)
+        )
+        add(fd, usable.set)
+        waiting = asyncio.ensure_future(usable.wait())
+        try:
+            both: list[asyncio.Future[Any]] = [waiting, self._request.ended]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            # One that was closed meanwhile has a number that may be another's by now.
+            if fd in (self._stdin, self._output):
+                remove(fd)
+
+    def _input_over(self) -> None:
+        if self._stdin >= 0:
+            self._loop.remove_writer(self._stdin)
+            os.close(self._stdin)
+            self._stdin = -1
+
+    def _output_over(self) -> None:
+        if self._output >= 0:
+            self._loop.remove_reader(self._output)
+            os.close(self._output)
+            self._output = -1
+            self._closed(self)
+
+
+def exit_code(status: int | None) -> int:
+    """Return an exit status as a shell tells it."""
+    if status is None:
+        return 137
+    return 128 - status if status < 0 else status

@@ -1,0 +1,398 @@
+"""A sandbox of the local backend.
+
+Owns: :class:`LocalSandbox`: its start and end, commands and files. Refuses: how it is held back (``plans.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from turnwise.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxFileError,
+    SandboxFileNotFound,
+    SandboxFileTooLarge,
+    SandboxStartError,
+    SandboxUnavailable,
+    shown,
+)
+from turnwise.sandboxes import archives
+from turnwise.sandboxes.core import MAX_FILE, MAX_OUTPUT, Command, ExecResult, Sandbox, SandboxSpec
+from turnwise.sandboxes.local import commands, plans
+from turnwise.sandboxes.local.channel import Channel, Refused, Request, in_memory, retrieved
+from turnwise.sandboxes.local.process import KILL_SECONDS, LocalProcess, exit_code
+from turnwise.sandboxes.local.streams import Collector
+
+if TYPE_CHECKING:
+    from turnwise.sandboxes.local.backend import LocalBackend
+
+_START_SECONDS: Final = 60.0
+_FILE_SECONDS: Final = 60.0
+"""Seconds for a request about files. Code inside may stop the process that serves it, and must not stop the host."""
+_BYTES_PER_SECOND: Final = 4 * 2**20
+"""What a transfer may be as slow as, on top of that."""
+
+
+class LocalSandbox(Sandbox):
+    """A sandbox on this machine; made by its backend.
+
+    Args:
+        backend: Which it belongs to.
+        spec: What is asked for.
+        name: Names it.
+    """
+
+    backend: ClassVar[str] = "local"
+
+    def __init__(self, backend: LocalBackend, spec: SandboxSpec, name: str) -> None:
+        self.spec = spec
+        self.id = name
+        self._backend = backend
+        self._channel: Channel | None = None
+        self._over: asyncio.Future[int] | None = None
+        self._open: set[Collector | LocalProcess] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start it. A start that fails or is cancelled leaves nothing behind."""
+        if self._channel is not None or self._closed:
+            raise SandboxStartError(f"sandbox {self.id} was started before: a sandbox is started once")
+        await self._backend.begin()
+        await self.launch()
+
+    async def launch(self) -> None:
+        """Start it on the rung that its backend has now.
+
+        Raises:
+            SandboxUnavailable: This machine cannot give what the spec asks for.
+            SandboxStartError: It did not start.
+        """
+        self.capabilities = self._backend.capabilities
+        plans.check(self.spec)
+        origin = self._backend.origin(self)
+        try:
+            await self._launch(plans.plan(self._backend.rung, self.spec, self._backend.place(self.id), origin))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End everything inside and free what it holds."""
+        self._closed = True
+        await self.stop_relays()
+        if self._channel is not None:
+            self._channel.close()
+        for each in list(self._open):
+            each.close()
+        self._open.clear()
+        if self._over is not None:
+            self._backend.launcher.stop(self.id)
+            await asyncio.wait([self._over], timeout=KILL_SECONDS)
+        self._backend.forget(self)
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = 30.0,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+        max_output: int = MAX_OUTPUT,
+    ) -> ExecResult:
+        """Run a command to its end."""
+        channel = self._alive()
+        began = time.monotonic()
+        message = commands.message(command, self._inside(cwd or "."), env) | {
+            "streams": [0, 1, 2] if stdin is not None else [-1, 0, 1]
+        }
+        streams: list[Collector] = []
+        with contextlib.ExitStack() as ends:
+            given = [] if stdin is None else [in_memory(stdin)]
+            for fd in given:
+                ends.callback(os.close, fd)
+            for _ in range(2):
+                reading, writing = os.pipe2(os.O_CLOEXEC)
+                streams.append(self._hold(Collector(reading, max_output)))
+                ends.callback(os.close, writing)
+                given.append(writing)
+            try:
+                request = await channel.request(message | {"spawned": False}, given)
+            except BaseException:
+                self._release(streams)
+                raise
+        timed_out = False
+        try:
+            done, _ = await asyncio.wait([request.ended], timeout=timeout)
+            if not done:
+                timed_out = True
+                await self._kill(request)
+            status = 124 if timed_out else exit_code(request.ended.result())
+        except asyncio.CancelledError:
+            try:
+                with contextlib.suppress(SandboxError):
+                    await asyncio.shield(self._kill(request))
+            finally:
+                self._release(streams)
+            raise
+        except Refused as refused:
+            self._release(streams)
+            return commands.refused(refused, command, cwd, time.monotonic() - began)
+        except BaseException:
+            self._release(streams)
+            raise
+        for each in streams:
+            each.finish()
+        cut = any(each.truncated for each in streams)
+        took = time.monotonic() - began
+        return ExecResult(status, streams[0].result(), streams[1].result(), timed_out, cut, took)
+
+    async def spawn(
+        self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> LocalProcess:
+        """Start a command that goes on."""
+        channel = self._alive()
+        inner_in, stdin = os.pipe2(os.O_CLOEXEC)
+        output, inner_out = os.pipe2(os.O_CLOEXEC)
+        request: Request | None = None
+        try:
+            message = commands.message(command, self._inside(cwd or "."), env) | {"streams": [0, 1, 1], "spawned": True}
+            request = await channel.request(message, [inner_in, inner_out])
+            await request.started
+        except BaseException as error:
+            os.close(stdin)
+            os.close(output)
+            if isinstance(error, Refused):
+                if error.what == "fork":
+                    raise SandboxError(f"{shown(command)} did not start: {error.reason}") from error
+                raise commands.not_there(error, command, cwd) from error
+            if request is not None and isinstance(error, asyncio.CancelledError):
+                # Nobody else could end it.
+                with contextlib.suppress(SandboxError):
+                    await asyncio.shield(self._kill(request))
+            raise
+        finally:
+            os.close(inner_in)
+            os.close(inner_out)
+        process = LocalProcess(channel, request, stdin, output, self._open.discard)
+        self._open.add(process)
+        return process
+
+    async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
+        """Return what a file inside holds."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        stream = self._hold(Collector(reading, 2 * max_bytes + 2))
+        try:
+            try:
+                request = await self._alive().request(
+                    {"op": "read", "path": self._inside(path), "max": max_bytes}, [writing]
+                )
+            finally:
+                os.close(writing)
+            await self._served(request, path, max_bytes)
+            if not stream.closed:
+                await asyncio.wait([stream.over], timeout=_FILE_SECONDS)
+            return stream.result()
+        except SandboxFileTooLarge:
+            raise SandboxFileTooLarge(f"{path} holds more than {max_bytes} bytes (max_bytes)") from None
+        finally:
+            self._release([stream])
+
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
+        """Write a file inside, with the folders above it."""
+        fd = in_memory(data)
+        try:
+            request = await self._alive().request({"op": "write", "path": self._inside(path), "mode": mode}, [fd])
+        finally:
+            os.close(fd)
+        await self._served(request, path, len(data))
+
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a file or a folder of the host to a path inside."""
+        if source.is_dir():
+            reading, writing = os.pipe2(os.O_CLOEXEC)
+            try:
+                request = await self._alive().request({"op": "unpack", "path": self._inside(target)}, [reading])
+            except BaseException:
+                os.close(writing)
+                raise
+            finally:
+                os.close(reading)
+            packing = asyncio.create_task(asyncio.to_thread(archives.send, source, writing))
+            try:
+                await self._served(request, target, None)
+            finally:
+                with contextlib.suppress(BrokenPipeError):
+                    await packing
+            return
+        fd = archives.opened(source)
+        try:
+            size = os.fstat(fd)
+            message = {"op": "write", "path": self._inside(target), "mode": size.st_mode & 0o777}
+            request = await self._alive().request(message, [fd])
+            await self._served(request, target, size.st_size)
+        finally:
+            os.close(fd)
+
+    async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
+        """Copy a file or a folder inside to a path on the host."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            request = await self._alive().request({"op": "pack", "path": self._inside(source)}, [writing])
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        unpacking = asyncio.create_task(asyncio.to_thread(archives.receive, reading, target, max_bytes))
+        unpacking.add_done_callback(retrieved)
+        try:
+            await self._served(request, source, max_bytes)
+        except SandboxFileError as error:
+            # Where the host had enough, what is inside only saw its stream break.
+            failed = await asyncio.gather(unpacking, return_exceptions=True)
+            raise next((each for each in failed if isinstance(each, SandboxFileTooLarge)), error) from None
+        await unpacking
+
+    async def snapshot(self) -> str:
+        """Keep the files as they are now, and return the name that a spec begins from."""
+        self._alive()
+        return await self._backend.keep(self)
+
+    async def fork(self) -> LocalSandbox:
+        """Return a started sandbox of the same spec whose files are what these are now."""
+        self._alive()
+        return await self._backend.fork(self)
+
+    async def listen(self, port: int = 0) -> socket.socket:
+        """Return a socket that listens inside, at 127.0.0.1, and whose connections are accepted here."""
+        if not self.capabilities.expose:
+            raise SandboxUnavailable(
+                f"a sandbox held back by {self.capabilities.isolation} cannot be let reach one address alone: "
+                "install bubblewrap, or choose the docker backend"
+            )
+        request = await self._alive().request({"op": "listen", "port": port})
+        try:
+            await self._served(request, f"port {port}", 0)
+        except BaseException as error:
+            if request.handed >= 0:
+                os.close(request.handed)
+            if isinstance(error, SandboxFileError):
+                raise SandboxError(f"port {port} of the sandbox cannot be listened on: {error}") from error
+            raise
+        return socket.socket(fileno=request.handed)
+
+    async def _launch(self, plan: dict[str, Any]) -> None:
+        backend = self._backend
+        place = backend.place(self.id)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        errors, told = os.pipe2(os.O_CLOEXEC)
+        try:
+            with theirs:
+                place.home.mkdir(parents=True)
+                place.home.chmod(0o711)
+                self._channel = Channel(ours, self._why)
+                self._over = backend.launcher.start(plan, [theirs.fileno(), told])
+                self._over.add_done_callback(self._ended)
+            os.close(told)
+            told = -1
+            greeting = plans.greeting(backend.rung, self.spec, place, self.spec.env)
+            with contextlib.suppress(SandboxDied):
+                await self._channel.send(greeting)
+            # The end of its process closes the channel, so that is waited for here, too.
+            await asyncio.wait([self._channel.ready], timeout=_START_SECONDS)
+            if not self._channel.ready.done() or self._channel.ready.exception() is not None:
+                backend.launcher.stop(self.id)
+                await asyncio.wait([self._over], timeout=KILL_SECONDS)
+                os.set_blocking(errors, False)
+                said = b"its first process ended"
+                with contextlib.suppress(BlockingIOError):
+                    said = os.read(errors, 65_536) or said
+                raise SandboxStartError(f"sandbox {self.id} did not start: {said.decode(errors='replace').strip()}")
+        finally:
+            os.close(errors)
+            if told >= 0:
+                os.close(told)
+            if self._channel is None:
+                ours.close()
+
+    def _ended(self, _: asyncio.Future[int]) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def _why(self) -> str:
+        return f"sandbox {self.id} {'is closed' if self._closed else 'is gone: its first process ended'}"
+
+    def _alive(self) -> Channel:
+        if self._channel is None or self._channel.dead:
+            raise SandboxDied(self._why() if self._channel is not None else f"sandbox {self.id} was not started")
+        return self._channel
+
+    def _inside(self, path: str) -> str:
+        """Return a path as processes inside know it: where they have no view of their own, the workdir is elsewhere."""
+        if self.capabilities.isolation == "bubblewrap" or not path.startswith("/"):
+            return path
+        below = os.path.relpath(os.path.normpath(path), self.spec.workdir)
+        return path if below.split("/")[0] == ".." else below
+
+    def _hold(self, stream: Collector) -> Collector:
+        self._open.add(stream)
+        # What a command left in the background may hold its pipe open for long.
+        stream.over.add_done_callback(lambda _: self._open.discard(stream))
+        return stream
+
+    def _release(self, streams: Sequence[Collector]) -> None:
+        for each in streams:
+            each.close()
+            self._open.discard(each)
+
+    async def _kill(self, request: Request) -> None:
+        """End a command with its tree.
+
+        Raises:
+            SandboxDied: The sandbox is gone, or did not do it: it is ended.
+        """
+        channel = self._alive()
+        if not await channel.kill(request, KILL_SECONDS):
+            channel.close()
+            self._backend.launcher.stop(self.id)
+            raise SandboxDied(f"sandbox {self.id} did not end a command within {KILL_SECONDS:g} s")
+
+    async def _served(self, request: Request, path: str, size: int | None) -> None:
+        """Wait until a request about files is done.
+
+        Raises:
+            SandboxFileError: It could not be.
+            SandboxDied: The sandbox is gone.
+        """
+        seconds = None if size is None else _FILE_SECONDS + size / _BYTES_PER_SECOND
+        try:
+            done, _ = await asyncio.wait([request.ended], timeout=seconds)
+        except asyncio.CancelledError:
+            with contextlib.suppress(SandboxError):
+                await asyncio.shield(self._kill(request))
+            raise
+        if not done:
+            await self._kill(request)
+            raise SandboxFileError(f"{path}: nothing came within {seconds:g} s")
+        try:
+            if request.ended.result() is None:
+                raise SandboxFileError(f"{path}: the process that served this was killed inside")
+        except Refused as refused:
+            kind = {errno.ENOENT: SandboxFileNotFound, errno.EFBIG: SandboxFileTooLarge}.get(refused.number)
+            if refused.number == errno.EFBIG and size is not None and refused.reason == os.strerror(errno.EFBIG):
+                raise SandboxFileError(
+                    f"{path}: the limit of file_size is {self.spec.limits.file_size} bytes"
+                ) from None
+            if refused.number == errno.ENOSPC:
+                raise SandboxFileError(f"{path}: the limit of disk is {self.spec.limits.disk} bytes") from None
+            raise (kind or SandboxFileError)(f"{path}: {refused.reason}") from None

@@ -1,0 +1,208 @@
+"""The sandboxes of one process: opened with bounds and retries, kept ahead, and all closed at its end.
+
+Owns: :class:`SandboxManager`. Refuses: what a sandbox is (``core.py``) and which backend there is (``config.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from turnwise.errors import SandboxError, SandboxStartError
+from turnwise.sandboxes.config import SandboxConfig, open_backend
+from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, SandboxSpec
+
+_BACKOFF: Final = 0.1
+"""Seconds before a start is tried again, doubled each time, and spread by half."""
+
+
+@dataclass(slots=True)
+class SandboxStats:
+    """What a manager did so far.
+
+    Attributes:
+        opened: Sandboxes that were handed out.
+        warm: How many of them had been started ahead.
+        retries: Starts that failed and were tried again.
+        failed: Sandboxes that did not start at all.
+        start_seconds: Seconds of all starts that went well.
+    """
+
+    opened: int = 0
+    warm: int = 0
+    retries: int = 0
+    failed: int = 0
+    start_seconds: float = 0.0
+
+
+class SandboxManager:
+    """Opens sandboxes of one configuration, and closes them. Nothing is started before the first is asked for.
+
+    Args:
+        config: Which backend, and its bounds.
+        backend: In the place of the configured one.
+    """
+
+    def __init__(self, config: SandboxConfig | None = None, backend: SandboxBackend | None = None) -> None:
+        self.config = config or SandboxConfig()
+        self.stats = SandboxStats()
+        self._backend = backend
+        self._probed: Capabilities | None = None
+        self._first = asyncio.Lock()
+        self._starts = asyncio.Semaphore(self.config.max_starts)
+        self._open: dict[str, Sandbox] = {}
+        self._warm: list[Sandbox] = []
+        self._starting: dict[asyncio.Task[None], SandboxSpec] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._wanted: SandboxSpec | None = None
+        self._closed = False
+
+    @property
+    def backend(self) -> SandboxBackend:
+        """The backend; made when it is first asked for.
+
+        Raises:
+            ConfigError: It cannot be made as it is configured.
+        """
+        if self._backend is None:
+            self._backend = open_backend(self.config)
+        return self._backend
+
+    async def probe(self) -> Capabilities:
+        """Return what the backend's sandboxes hold back on this machine; what dead hosts left is removed first.
+
+        Raises:
+            SandboxUnavailable: The machine gives nothing that may be used.
+        """
+        async with self._first:
+            if self._probed is None:
+                self._probed = await self.backend.probe()
+                await self.backend.reap()
+        return self._probed
+
+    async def check(self) -> None:
+        """Try the backend where one is configured; what an environment may need beside that, it says itself.
+
+        Raises:
+            ConfigError: There is no such backend, or it cannot be made as it is configured.
+            SandboxUnavailable: The machine gives nothing that may be used.
+        """
+        if self.config != SandboxConfig():
+            await self.probe()
+
+    async def open(self, spec: SandboxSpec | None = None) -> Sandbox:
+        """Return a started sandbox, one that was started ahead where there is one of that kind.
+
+        Args:
+            spec: What it is asked for; the configured limits go before its own.
+
+        Raises:
+            SandboxUnavailable: This machine cannot give it.
+            SandboxStartError: It did not start, however often that was tried.
+        """
+        await self.probe()
+        spec = self.config.apply(spec or SandboxSpec())
+        warm = next((each for each in self._warm if each.spec == spec), None)
+        if warm is not None:
+            self._warm.remove(warm)
+            self.stats.warm += 1
+        sandbox = warm or await self._start(spec)
+        if self._closed:
+            await sandbox.close()
+            raise SandboxStartError("the sandbox manager was closed while the sandbox started")
+        self._open[sandbox.id] = sandbox
+        self.stats.opened += 1
+        self._wanted = spec
+        self._warm_up()
+        return sandbox
+
+    async def fork(self, sandbox: Sandbox) -> Sandbox:
+        """Return a started sandbox with the files of another; closed with the manager like any that it opened."""
+        async with self._starts:
+            made = await sandbox.fork()
+        if self._closed:
+            await made.close()
+            raise SandboxStartError("the sandbox manager was closed while the sandbox started")
+        self._open[made.id] = made
+        return made
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """Close a sandbox. It is never handed out again: what ran in it cannot be known.
+
+        Cancelled, it goes on being closed: the manager's own close waits for that.
+        """
+        self._open.pop(sandbox.id, None)
+        await asyncio.shield(self._dropped(sandbox))
+
+    async def close(self) -> None:
+        """Close all sandboxes, and the backend. Closing twice is no error."""
+        self._closed, self._wanted = True, None
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, *self._dropping, return_exceptions=True)
+        held = [*self._open.values(), *self._warm]
+        self._open, self._warm = {}, []
+        results = await asyncio.gather(*(each.close() for each in held), return_exceptions=True)
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            await backend.close()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _start(self, spec: SandboxSpec) -> Sandbox:
+        for attempt in range(self.config.start_retries + 1):
+            sandbox = self.backend.make(spec)
+            try:
+                async with self._starts:
+                    began = time.monotonic()
+                    await sandbox.start()
+            except SandboxError as error:
+                with contextlib.suppress(SandboxError):
+                    await sandbox.close()
+                if not error.retryable or attempt == self.config.start_retries:
+                    self.stats.failed += 1
+                    raise
+                self.stats.retries += 1
+                await asyncio.sleep(_BACKOFF * 2**attempt * random.uniform(0.75, 1.25))
+            else:
+                self.stats.start_seconds += time.monotonic() - began
+                return sandbox
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _warm_up(self) -> None:
+        """Start ahead what is missing of the kind that was asked for last; others make room."""
+        if self._closed:
+            return
+        for each in [each for each in self._warm if each.spec != self._wanted]:
+            self._warm.remove(each)
+            self._dropped(each)
+        wanted = self._wanted
+        coming = sum(spec == wanted for spec in self._starting.values())
+        for _ in range(self.config.prewarm - len(self._warm) - coming):
+            if wanted is not None:
+                task = asyncio.create_task(self._ahead(wanted))
+                self._starting[task] = wanted
+                task.add_done_callback(lambda done: self._starting.pop(done, None))
+
+    def _dropped(self, sandbox: Sandbox) -> asyncio.Task[None]:
+        """Begin to close a sandbox."""
+        task = asyncio.create_task(sandbox.close())
+        self._dropping.add(task)
+        task.add_done_callback(self._closed_one)
+        return task
+
+    def _closed_one(self, task: asyncio.Task[None]) -> None:
+        self._dropping.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to whoever waits for it; what is dropped is waited for by nobody
+
+    async def _ahead(self, spec: SandboxSpec) -> None:
+        # A start ahead that fails is nobody's failure: whoever asks starts one, and is told what is wrong.
+        with contextlib.suppress(SandboxError):
+            self._warm.append(await self._start(spec))
+            self._warm_up()
