@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from turnwise.sandboxes.core import Sandbox
 from turnwise.types import Message
 
 _TOKENS: Final = frozenset(
@@ -28,6 +29,7 @@ class AgentData:
         messages: What the environment and the agent said so far, as far as it passed through the environment. To be
             read: the model never sees what is written into it.
         tool_rewards: Rewards that calls have given so far.
+        sandbox: Where the episode's commands run; None where its environment opened none.
         extra_fields: Yours: what tools of one episode share.
     """
 
@@ -35,6 +37,7 @@ class AgentData:
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     messages: Sequence[Message] = ()
     tool_rewards: list[float] = field(default_factory=list)
+    sandbox: Sandbox | None = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -46,7 +49,7 @@ class AgentData:
         why = (
             "tools never see tokens; only the session does"
             if name in _TOKENS
-            else "it has request_id, tools_kwargs, messages, tool_rewards, assistant_turns and extra_fields, which is "
-            "free for what tools share"
+            else "it has request_id, tools_kwargs, messages, tool_rewards, sandbox, assistant_turns and extra_fields, "
+            "which is free for what tools share"
         )
         raise AttributeError(f"agent_data has no {name!r}: {why}")

@@ -60,10 +60,27 @@ class MCPServerConfig(BaseModel):
         return self
 
 
+class NamedToolConfig(BaseModel):
+    """A tool that ships, with its configuration.
+
+    Attributes:
+        name: ``shell``, ``python``, ``editor``, ``apply_patch`` or ``submit``.
+        config: Handed to its constructor.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    config: dict[str, Any] = {}
+
+
 class ToolsConfig(BaseModel):
     """Tools that are offered beside those of the environment's class. All sources may be used together.
 
+    A list in the place of the section is its ``named``: ``tools: [shell, editor, submit]``.
+
     Attributes:
+        named: Tools that ship, and registered functions: a name each, or name and configuration.
         function_tool_path: A Python file whose ``@function_tool`` functions are tools.
         tool_config_path: A YAML file that lists BaseTools: class, configuration and schema of each.
         mcp: MCP servers.
@@ -71,9 +88,15 @@ class ToolsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    named: list[str | NamedToolConfig] = []
     function_tool_path: ConfigPath | None = None
     tool_config_path: ConfigPath | None = None
     mcp: list[MCPServerConfig] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_alone(cls, value: Any) -> Any:
+        return {"named": value} if isinstance(value, list) else value
 
 
 class ToolEntry(BaseModel):

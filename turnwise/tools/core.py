@@ -17,11 +17,12 @@ from typing import Any, Final, TypeAlias, TypeVar, overload
 from pydantic import BaseModel
 
 from turnwise.errors import ToolSchemaError, shown
+from turnwise.references import load_object
 from turnwise.tools.hints import Namespace
 from turnwise.tools.limits import OutputLimit
 from turnwise.tools.media import as_media
 from turnwise.tools.openai_schema import OpenAIFunctionToolSchema
-from turnwise.tools.registry import get_tool, register_tool
+from turnwise.tools.registry import SHIPPED, get_tool, register_tool, tool_names
 from turnwise.tools.response import ToolResponse
 from turnwise.tools.schema import Arguments, arguments_of, as_schema, function_schema, injected_of
 from turnwise.tools.secrets import Secret, check_secrets, with_secrets
@@ -342,7 +343,8 @@ def as_tool(item: Any) -> Tool:
     """Return what stands in an environment's ``tools`` as a tool.
 
     Args:
-        item: A tool, a plain function (its schema is inferred), a subclass of BaseTool, or a registered name.
+        item: A tool, a plain function (its schema is inferred), a subclass of BaseTool, a registered name, or the
+            name of a tool that ships.
 
     Raises:
         ToolSchemaError: It is none of these, or cannot be offered.
@@ -351,7 +353,7 @@ def as_tool(item: Any) -> Tool:
     if isinstance(item, (FunctionTool, BaseTool)):
         return item
     if isinstance(item, str):
-        return get_tool(item)
+        return shipped(item) if item in SHIPPED and item not in tool_names() else get_tool(item)
     if isinstance(item, type) and issubclass(item, BaseTool):
         try:
             inspect.signature(item).bind()
@@ -369,6 +371,18 @@ def as_tool(item: Any) -> Tool:
         f"{shown(item)} is no tool: list functions, @function_tool functions, BaseTools or registered names "
         "(methods of the environment are found by their decorator)"
     )
+
+
+@functools.cache
+def shipped(name: str) -> BaseTool:
+    """Return the tool that ships under a name, as it is without configuration; one object serves all episodes.
+
+    Raises:
+        KeyError: None does.
+    """
+    made = load_object(SHIPPED[name], "tool")()
+    assert isinstance(made, BaseTool)
+    return made
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,12 +17,12 @@ from typing import Any, Self
 import yaml
 
 from turnwise.config import load_config
-from turnwise.errors import ConfigError, ToolSchemaError, shown
+from turnwise.errors import ConfigError, RegistryError, ToolSchemaError, shown
 from turnwise.references import load_file, load_object
-from turnwise.tools.config import ToolEntry, ToolFile, ToolsConfig
-from turnwise.tools.core import BaseTool, FunctionTool, Tool
+from turnwise.tools.config import NamedToolConfig, ToolEntry, ToolFile, ToolsConfig
+from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
 from turnwise.tools.openai_schema import OpenAIFunctionToolSchema
-from turnwise.tools.registry import get_tool, tool_names
+from turnwise.tools.registry import SHIPPED, get_tool, nearest, tool_names
 from turnwise.tools.secrets import Secrets, with_secrets
 
 
@@ -112,6 +112,28 @@ def _made(entry: ToolEntry, where: str) -> BaseTool:
         raise ConfigError(secrets.redact(f"{text}{type(error).__name__}: {error}")) from secrets.cause(error)
 
 
+def named_tool(item: str | NamedToolConfig) -> Tool:
+    """Return the tool that a configuration names.
+
+    Raises:
+        ConfigError: There is none of this name, or it does not take its configuration.
+    """
+    name, config = (item, {}) if isinstance(item, str) else (item.name, item.config)
+    try:
+        if not config:
+            return as_tool(name)
+        if name not in SHIPPED:
+            known = ", ".join(SHIPPED)
+            raise ConfigError(
+                f"tools.named: {name!r} takes no config{nearest(name, SHIPPED)}: those that do are {known}"
+            )
+        made = load_object(SHIPPED[name], "tool")(with_secrets(config, f"tools.named: {name!r}.config"))
+    except RegistryError as error:
+        raise ConfigError(f"tools.named: {error}") from error
+    assert isinstance(made, BaseTool)
+    return made
+
+
 def check_names(tools: Iterable[tuple[Tool, str]], error: type[Exception] = ConfigError) -> list[Tool]:
     """Return tools without repetitions.
 
@@ -184,7 +206,7 @@ class Toolbox:
 
     async def _load(self) -> list[Tool]:
         config = self._config
-        found: list[tuple[Tool, str]] = []
+        found: list[tuple[Tool, str]] = [(named_tool(item), f"tools.named: {item}") for item in config.named]
         if config.function_tool_path is not None:
             found += [(tool, place_of(tool)) for tool in load_function_tools(config.function_tool_path)]
         if config.tool_config_path is not None:

@@ -1,21 +1,31 @@
-"""Function tools by name.
+"""Tools by name.
 
-Owns: the one registry of the module-level functions that ``@function_tool`` decorates. Refuses: methods (they belong
-to their environment) and functions made inside others (they have no address).
+Owns: the one registry of the module-level functions that ``@function_tool`` decorates, and the names of the tools that
+ship (:data:`SHIPPED`). Refuses: methods (they belong to their environment) and functions made inside others (they have
+no address).
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from turnwise.errors import RegistryError
 
 if TYPE_CHECKING:
     from turnwise.tools.core import FunctionTool
+
+SHIPPED: Final[Mapping[str, str]] = {
+    "apply_patch": "turnwise.tools.apply_patch:ApplyPatchTool",
+    "editor": "turnwise.tools.editor:EditorTool",
+    "python": "turnwise.tools.python:PythonTool",
+    "shell": "turnwise.tools.shell:ShellTool",
+    "submit": "turnwise.tools.submit:SubmitTool",
+}
+"""The tools that ship by name: BaseTools, all but ``submit`` at work in the episode's sandbox."""
 
 _TOOLS: dict[str, FunctionTool] = {}
 
@@ -45,8 +55,8 @@ def get_tool(name: str) -> FunctionTool:
     found = _TOOLS.get(name)
     if found is None:
         raise RegistryError(
-            f"there is no tool {name!r}{nearest(name, _TOOLS)}; decorate a function with @function_tool and import "
-            "its module"
+            f"there is no tool {name!r}{nearest(name, [*_TOOLS, *SHIPPED])}; decorate a function with @function_tool "
+            f"and import its module, or name one that ships: {', '.join(SHIPPED)}"
         )
     return found
 

@@ -41,6 +41,8 @@ class ToolResponse:
             ran), ``tool_error``, ``timeout``. A tool may answer with a word of its own.
         reward: A reward for this call, or None for none (which is not a reward of 0).
         metrics: Numbers to log.
+        ends: Whether the episode is over with the message that made this call: it is scored once all its calls are
+            answered. Where calls come one by one, who makes them stops.
 
     Raises:
         EnvError: A field is of the wrong type, or a number is not finite.
@@ -53,6 +55,7 @@ class ToolResponse:
     error: str | None = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    ends: bool = False
 
     def __post_init__(self) -> None:
         if self.text is not None and not isinstance(self.text, str):

@@ -1,0 +1,221 @@
+"""The tools that work in a sandbox, in a sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from support.boxes import some_boxes
+from turnwise.errors import ConfigError, SandboxDied
+from turnwise.sandboxes.core import Sandbox, SandboxSpec
+from turnwise.sandboxes.local import host_python
+from turnwise.tools.agent_data import AgentData
+from turnwise.tools.config import ToolsConfig
+from turnwise.tools.core import BaseTool, as_tool
+from turnwise.tools.execute import ToolRunner
+from turnwise.tools.loading import Toolbox
+from turnwise.tools.python import PythonTool
+from turnwise.tools.registry import SHIPPED
+from turnwise.tools.response import ToolResponse
+from turnwise.tools.shell import ShellTool
+from turnwise.types import ToolCall
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+Do = Callable[..., Awaitable[ToolResponse]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def box() -> AsyncIterator[Sandbox]:
+    mounts, env = host_python()
+    async with some_boxes() as manager:
+        yield await manager.open(SandboxSpec(mounts=tuple(mounts), env=env))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def use(box: Sandbox) -> AsyncIterator[Callable[[BaseTool], Do]]:
+    """Runs tools as an episode does."""
+    async with AsyncExitStack() as stack:
+
+        def using(tool: BaseTool) -> Do:
+            runner = ToolRunner({tool.name: tool}, data=AgentData(sandbox=box))
+            stack.push_async_callback(runner.close)
+
+            async def do(**arguments: Any) -> ToolResponse:
+                return (await runner.run(ToolCall("c", tool.name, arguments))).response
+
+            return do
+
+        yield using
+
+
+async def test_a_session_keeps_its_state(use: Callable[[BaseTool], Do]) -> None:
+    shell = use(ShellTool())
+    assert (await shell(command="mkdir -p deep && cd deep && X=3 && f() { echo f $X; }")).text == "(no output)"
+    found = await shell(command="f; pwd; echo err >&2; false")
+    assert str(found.text).split("\n")[0] == "f 3"
+    assert str(found.text).endswith("/deep\nerr\n(exit code 1)")
+    assert found.error is None
+    assert "'a b'\nit's !x" in str((await shell(command='echo "\'a b\'"\necho "it\'s !x"')).text)
+    assert "unexpected end of file" in str((await shell(command="if")).text)
+    assert (await shell(command="cat; echo read")).text == "read"
+    assert "NUL" in str((await shell(command="echo \0")).text)
+
+
+async def test_a_command_that_hangs_is_interrupted_and_the_session_goes_on(use: Callable[[BaseTool], Do]) -> None:
+    shell = use(ShellTool())
+    await shell(command="X=kept; sleep 1000 & echo $! > job")
+    found = await shell(command="echo before; sleep 1000; echo after", timeout=0.3)
+    assert found.error == "timeout"
+    assert str(found.text).startswith("before\n(no end within 0.3 s: the command was interrupted; the session goes on)")
+    found = await shell(command="while :; do :; done", timeout=0.3)
+    assert "the session goes on" in str(found.text)
+    assert (await shell(command="echo $X; kill -0 $(cat job) && echo alive")).text == "kept\nalive"
+
+
+async def test_a_shell_that_ends_is_made_anew_where_it_was(use: Callable[[BaseTool], Do]) -> None:
+    shell = use(ShellTool())
+    await shell(command="mkdir -p other; cd other; X=gone")
+    found = await shell(command="echo last; exit 3")
+    assert "(the shell ended with exit code 3; a new one is there now)" in str(found.text)
+    assert (await shell(command='echo "[$X]"; basename "$PWD"')).text == "[]\nother"
+
+
+async def test_long_output_keeps_both_ends(use: Callable[[BaseTool], Do]) -> None:
+    for persistent in (True, False):
+        shell = use(ShellTool({"max_output": 2000, "persistent": persistent}))
+        text = str((await shell(command="seq 100000; exit_code() { return 7; }; exit_code")).text)
+        assert len(text) <= 2000
+        assert text.startswith("1\n2\n")
+        assert text.endswith("99999\n100000\n(exit code 7)")
+        assert "cut ...]" in text
+
+
+async def test_calls_without_a_session_know_nothing_of_each_other(use: Callable[[BaseTool], Do]) -> None:
+    shell = use(ShellTool({"persistent": False, "env": {"GIVEN": "1"}}))
+    assert (await shell(command="X=1; cd /; echo out; echo err >&2; echo $GIVEN")).text == "out\nerr\n1"
+    assert (await shell(command='echo "[$X]"')).text == "[]"
+    found = await shell(command="echo part; sleep 1000", timeout=0.3)
+    assert (found.error, found.text) == ("timeout", "part\n(no end within 0.3 s: the command was killed)")
+
+
+async def test_an_interpreter_keeps_its_names(use: Callable[[BaseTool], Do]) -> None:
+    python = use(PythonTool())
+    assert (await python(code="import math\ndef half(n):\n    return n / 2\nhalf(6)")).text == "3.0"
+    assert (await python(code="print('a'); _ = __import__('os').system('echo b'); half(1)")).text == "a\nb\n0.5"
+    found = str((await python(code="half(None)")).text)
+    assert found.startswith('Traceback (most recent call last):\n  File "<cell 3>", line 1, in <module>\n')
+    assert "interpreter.py" not in found
+    assert "<string>" not in found
+    assert "SyntaxError" in str((await python(code="x =")).text)
+    found = await python(code="kept = 1\nwhile True: pass", timeout=0.3)
+    assert found.error == "timeout"
+    assert "names are still there" in str(found.text)
+    assert (await python(code="kept, (other := 2)")).text == "(1, 2)"
+    found = await python(code="import os; print('last', flush=True); os._exit(3)")
+    assert found.error == "interpreter_died"
+    assert str(found.text).startswith("last\n(the interpreter ended with exit code 3)")
+    assert "NameError" in str((await python(code="kept")).text)
+
+
+async def test_files_are_viewed_and_changed(use: Callable[[BaseTool], Do], box: Sandbox) -> None:
+    editor = use(as_tool("editor"))  # type: ignore[arg-type]
+    text = "def f():\n    return 1\n\ndef g():\n    return 1\n"
+    assert "5 lines" in str((await editor(command="create", path="src/a.py", file_text=text)).text)
+    assert (
+        await editor(command="view", path="src/a.py", view_range=[4, -1])
+    ).text == "     4\tdef g():\n     5\t    return 1"
+    found = await editor(command="str_replace", path="src/a.py", old_str="return 1", new_str="return 2")
+    assert found.error == "tool_error"
+    assert "stands there 2 times, at lines 2, 5" in str(found.text)
+    found = await editor(
+        command="str_replace", path="src/a.py", old_str="def g():\n    return 1", new_str="def g(): ..."
+    )
+    assert "     4\tdef g(): ..." in str(found.text)
+    await editor(command="insert", path="src/a.py", insert_line=0, new_str="import os")
+    assert (await box.read_file("src/a.py")).startswith(b"import os\ndef f")
+    for _ in range(2):
+        await editor(command="undo_edit", path="src/a.py")
+    assert (await box.read_file("src/a.py")).decode() == text
+    assert "src/a.py" in str((await editor(command="view", path=".")).text)
+    await box.write_file("bin", b"a\0b")
+    for arguments, said in (
+        ({"command": "view", "path": "bin"}, "no text file"),
+        ({"command": "view", "path": "none"}, "there is no file 'none'"),
+        ({"command": "view", "path": "src/a.py", "view_range": [9, 12]}, "has 5 lines"),
+        ({"command": "insert", "path": "src/a.py"}, "insert needs insert_line and new_str"),
+        ({"command": "undo_edit", "path": "never"}, "no edit of never"),
+    ):
+        assert said in str((await editor(**arguments)).text)
+
+
+async def test_a_patch_is_applied_whole_or_not_at_all(use: Callable[[BaseTool], Do], box: Sandbox) -> None:
+    patch = use(as_tool("apply_patch"))  # type: ignore[arg-type]
+    await box.write_file("p/a", b"1\n2\n3\n")
+    await box.write_file("p/b", b"x\n")
+    begin = "*** Begin Patch\n*** Update File: p/a\n@@\n 1\n-2\n+two\n"
+    found = await patch(patch=f"{begin}*** Delete File: p/none\n*** End Patch")
+    assert "there is no file 'p/none' to delete" in str(found.text)
+    found = await patch(patch=f"{begin}*** Update File: p/b\n@@\n-y\n+z\n*** End Patch")
+    assert "p/b: hunk 1 does not match: the file has no line 'y'" in str(found.text)
+    assert await box.read_file("p/a") == b"1\n2\n3\n"
+    moved = "*** Update File: p/b\n*** Move to: p/c\n*** Add File: p/d\n+new\n*** End Patch"
+    assert (await patch(patch=begin + moved)).text == "updated p/a\nmoved p/b to p/c\nadded p/d"
+    assert await box.read_file("p/a") == b"1\ntwo\n3\n"
+    assert (await box.read_file("p/c"), await box.read_file("p/d")) == (b"x\n", b"new\n")
+    assert not (await box.exec(["test", "-e", "p/b"])).ok
+
+
+async def test_a_sandbox_that_is_gone_is_no_answer_to_the_model() -> None:
+    async with some_boxes() as manager:
+        box = await manager.open()
+        runner = ToolRunner({"shell": as_tool("shell")}, data=AgentData(sandbox=box))
+        await runner.run(ToolCall("a", "shell", {"command": "true"}))
+        await box.close()
+        with pytest.raises(SandboxDied):
+            await runner.run(ToolCall("b", "shell", {"command": "true"}))
+        await runner.close()
+
+
+async def test_tools_that_ship_are_named_in_a_configuration() -> None:
+    config = ToolsConfig.model_validate(["editor", {"name": "shell", "config": {"timeout": 5}}, "submit"])
+    async with Toolbox(config) as toolbox:
+        found = {tool.name: tool for tool in await toolbox.tools()}
+    assert list(found) == ["editor", "shell", "submit"]
+    assert "5 by default" in found["shell"].schema.parameters["properties"]["timeout"]["description"]
+    assert as_tool("python") is as_tool("python")
+    assert {as_tool(name).name for name in SHIPPED} == set(SHIPPED)
+    for wrong, said in (
+        (["shel"], "there is no tool 'shel'; did you mean 'shell'"),
+        ([{"name": "shell", "config": {"timeot": 5}}], "config.timeot is 5: .* its keys are persistent, timeout"),
+        ([{"name": "submit", "config": {"a": 1}}], "it takes none"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            await Toolbox(ToolsConfig.model_validate(wrong)).tools()
+
+
+PYPLOT = """
+figures = [1, 2]
+class Figure:
+    def savefig(self, path, **given): open(path, "wb").write(b"a picture")
+def get_fignums(): return list(figures)
+def figure(number): return Figure()
+def close(which): figures.clear()
+"""
+
+
+async def test_figures_that_are_open_are_answered_as_images(use: Callable[[BaseTool], Do], box: Sandbox) -> None:
+    # In the place of matplotlib, which is no dependency: what the interpreter asks of it.
+    await box.write_file("matplotlib/__init__.py", b"")
+    await box.write_file("matplotlib/pyplot.py", PYPLOT.encode())
+    python = use(PythonTool({"plots": True}))
+    found = await python(code="import matplotlib.pyplot as plt; 7")
+    assert found.text == "7"
+    assert found.image == ["data:image/png;base64,YSBwaWN0dXJl"] * 2
+    assert (await python(code="8")).image is None
+    without = use(PythonTool())
+    assert (await without(code="import matplotlib.pyplot")).image is None
+    assert (PythonTool({"plots": True}).media, PythonTool().media) == (("image",), ())

@@ -1,0 +1,232 @@
+"""The tool that views and changes files.
+
+Owns: :class:`EditorTool` and its configuration. Refuses: files outside the episode's sandbox, and files that are no
+text; how a text is changed stands in ``edits.py``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from turnwise.errors import SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge, ToolError
+from turnwise.sandboxes.core import Sandbox
+from turnwise.tools.agent_data import AgentData
+from turnwise.tools.core import BaseTool
+from turnwise.tools.edits import inserted, lines_of, numbered, replaced, shown_part
+from turnwise.tools.places import as_schema_of, sandbox_of, tool_config
+from turnwise.tools.response import ToolResponse
+
+_MOST_ENTRIES: Final = 400
+_MOST_UNDONE: Final = 50
+_COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "view": (),
+    "create": ("file_text",),
+    "str_replace": ("old_str",),
+    "insert": ("insert_line", "new_str"),
+    "undo_edit": (),
+}
+_DESCRIPTION: Final = (
+    "View and edit text files. view: a file with line numbers (view_range for a part), or a folder two levels deep. "
+    "create: write a file, new or anew. str_replace: replace old_str, which must stand in the file exactly once, white "
+    "space included, by new_str. insert: put new_str behind the line insert_line (0: at the beginning). undo_edit: "
+    "take back the last edit of the file."
+)
+_LIST: Final = (
+    'test -d "$1" || exit 3; find "$1" -mindepth 1 -maxdepth 2 -name ".*" -prune -o -mindepth 1 -maxdepth 2 '
+    "\\( -type d -exec sh -c 'for f; do echo \"$f/\"; done' sh {} + \\) -o -mindepth 1 -maxdepth 2 -print | sort"
+)
+
+
+class EditorConfig(BaseModel):
+    """What ``editor`` takes.
+
+    Attributes:
+        max_file: Bytes of a file that it opens.
+        max_output: Characters of a file that one view shows; of a longer one, the rest is to be asked for.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_file: Annotated[int, Field(gt=0)] = 2_000_000
+    max_output: Annotated[int, Field(ge=1000)] = 30_000
+
+
+@dataclass(slots=True)
+class _Desk:
+    """An episode's files: what an undo brings back, the latest last; None for a file that was not there."""
+
+    sandbox: Sandbox
+    before: dict[str, list[bytes | None]] = field(default_factory=dict)
+
+
+class EditorTool(BaseTool):
+    """``editor``: views and changes text files in the sandbox of the episode."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
+        """Take a configuration, see :class:`EditorConfig`.
+
+        Raises:
+            ConfigError: It has an unknown key or a wrong value.
+        """
+        self.settings: EditorConfig = tool_config(EditorConfig, config, "editor")
+        text = {"type": "string"}
+        properties = {
+            "command": {"type": "string", "enum": list(_COMMANDS)},
+            "path": {"type": "string", "description": "absolute, or from the working directory"},
+            "file_text": {**text, "description": "for create: the whole content"},
+            "old_str": {**text, "description": "for str_replace: what is replaced"},
+            "new_str": {**text, "description": "for str_replace (empty if left out) and insert"},
+            "insert_line": {"type": "integer", "description": "for insert", "minimum": 0},
+            "view_range": {
+                "type": "array",
+                "items": {"type": "integer"},
+                "description": "for view: first and last line; a last line of -1 is the end",
+            },
+        }
+        super().__init__(config, tool_schema or as_schema_of("editor", _DESCRIPTION, properties, ("command", "path")))
+        self.max_output = self.settings.max_output + 2_000
+        self._desks: dict[str, _Desk] = {}
+
+    async def create(
+        self,
+        instance_id: str | None = None,
+        *,
+        agent_data: AgentData | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[str, ToolResponse]:
+        """Take the episode's sandbox. Raises ConfigError where there is none."""
+        instance_id = instance_id or uuid.uuid4().hex
+        self._desks[instance_id] = _Desk(sandbox_of(agent_data, self.name))
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self,
+        instance_id: str,
+        parameters: dict[str, Any],
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[ToolResponse, float | None, dict[str, float]]:
+        """View or change a file.
+
+        Raises:
+            ToolError: It cannot be done; the message says what to do instead.
+            SandboxError: The sandbox failed.
+        """
+        command, path = str(parameters["command"]), str(parameters["path"])
+        missing = [name for name in _COMMANDS[command] if parameters.get(name) is None]
+        if missing:
+            raise ToolError(f"{command} needs {' and '.join(missing)}")
+        desk = self._desks[instance_id]
+        if command == "view":
+            return ToolResponse(await self._view(desk, path, parameters.get("view_range"))), None, {}
+        if command == "create":
+            return ToolResponse(await self._create(desk, path, str(parameters["file_text"]))), None, {}
+        if command == "undo_edit":
+            return ToolResponse(await self._undo(desk, path)), None, {}
+        text, new = await self._text(desk, path), str(parameters.get("new_str") or "")
+        if command == "str_replace":
+            changed, line = replaced(text, str(parameters["old_str"]), new)
+        else:
+            line = int(parameters["insert_line"]) + 1
+            changed = inserted(text, line - 1, new)
+        await self._write(desk, path, changed.encode("utf-8", "replace"), text.encode())
+        part = shown_part(changed, line, line + new.count("\n"))
+        return ToolResponse(f"{path} is changed. Around the change it is now:\n{part}"), None, {}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: ARG002
+        """Forget what could be undone."""
+        self._desks.pop(instance_id, None)
+
+    async def _view(self, desk: _Desk, path: str, view_range: Any) -> str:
+        try:
+            text = await self._text(desk, path)
+        except ToolError:
+            listed = await self._listing(desk, path)
+            if listed is None:
+                raise
+            return listed
+        lines = lines_of(text)
+        first, last = 1, len(lines)
+        if view_range is not None:
+            if len(view_range) != 2:
+                raise ToolError(f"view_range is {view_range}: give the first and the last line, such as [1, 40]")
+            first, last = view_range[0], len(lines) if view_range[1] == -1 else min(view_range[1], len(lines))
+            if not 1 <= first <= last:
+                raise ToolError(f"view_range is {view_range}: the file has {len(lines)} lines, from 1")
+        shown: list[str] = []
+        size = 0
+        for line in lines[first - 1 : last]:
+            size += len(line) + 8
+            if size > self.settings.max_output and shown:
+                end = first + len(shown) - 1
+                rest = f"({path} has {len(lines)} lines; shown are {first} to {end}: give view_range for others)"
+                return f"{numbered(shown, first)}\n{rest}"
+            shown.append(line)
+        return numbered(shown, first) if shown else f"({path} is empty)"
+
+    async def _listing(self, desk: _Desk, path: str) -> str | None:
+        """Return what a folder holds, or None where it is none."""
+        found = await desk.sandbox.exec(["sh", "-c", _LIST, "sh", path.rstrip("/") or "/"], timeout=30.0)
+        if found.exit_code == 3:
+            return None
+        if found.timed_out:
+            raise ToolError(f"{path} takes too long to be listed: view a folder below it")
+        entries = found.stdout.decode("utf-8", "replace").splitlines()
+        more = len(entries) - _MOST_ENTRIES
+        note = f"\n({more} further entries are not shown: view a folder below it)" if more > 0 else ""
+        return "\n".join(entries[:_MOST_ENTRIES]) + note if entries else f"({path} is an empty folder)"
+
+    async def _create(self, desk: _Desk, path: str, text: str) -> str:
+        try:
+            before: bytes | None = await desk.sandbox.read_file(path, max_bytes=self.settings.max_file)
+        except SandboxFileNotFound:
+            before = None
+        except SandboxFileError as error:
+            raise ToolError(str(error)) from error
+        await self._write(desk, path, text.encode("utf-8", "replace"), before)
+        lines = len(lines_of(text))
+        return f"{path} is {'there' if before is None else 'written anew'} now, with {lines} lines."
+
+    async def _undo(self, desk: _Desk, path: str) -> str:
+        kept = desk.before.get(path)
+        if not kept:
+            raise ToolError(f"there is no edit of {path} by this tool that could be taken back")
+        before = kept.pop()
+        if before is None:
+            await desk.sandbox.exec(["rm", "-f", "--", path])
+            return f"{path}, which was new, is removed."
+        await self._save(desk, path, before)
+        return f"The last edit of {path} is taken back."
+
+    async def _text(self, desk: _Desk, path: str) -> str:
+        try:
+            data = await desk.sandbox.read_file(path, max_bytes=self.settings.max_file)
+        except SandboxFileNotFound as error:
+            raise ToolError(f"there is no file {path!r}: view the folder to see what there is") from error
+        except SandboxFileTooLarge as error:
+            most = self.settings.max_file
+            raise ToolError(f"{path} has more than {most} bytes: look at parts of it by other means") from error
+        except SandboxFileError as error:
+            raise ToolError(str(error)) from error
+        try:
+            if b"\0" in data:
+                raise ToolError(f"{path} is no text file: it holds NUL bytes")
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise ToolError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from error
+
+    async def _write(self, desk: _Desk, path: str, data: bytes, before: bytes | None) -> None:
+        await self._save(desk, path, data)
+        kept = desk.before.setdefault(path, [])
+        kept.append(before)
+        del kept[:-_MOST_UNDONE]
+
+    async def _save(self, desk: _Desk, path: str, data: bytes) -> None:
+        try:
+            await desk.sandbox.write_file(path, data)
+        except SandboxFileError as error:
+            raise ToolError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,289 @@
+"""The tool that runs commands in a shell.
+
+Owns: :class:`ShellTool` and its configuration. Refuses: running anything outside the episode's sandbox.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import uuid
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from turnwise.errors import SandboxFileNotFound, ToolError
+from turnwise.sandboxes.core import Sandbox
+from turnwise.tools.agent_data import AgentData
+from turnwise.tools.core import BaseTool
+from turnwise.tools.dialogue import Dialogue, Reply
+from turnwise.tools.limits import OutputLimit
+from turnwise.tools.places import as_schema_of, sandbox_of, tool_config
+from turnwise.tools.response import ToolResponse
+
+_GRACE_S: Final = 2.0
+"""How long a command that was interrupted may take to end, before it is killed."""
+_START_S: Final = 20.0
+_NOTES: Final = 400
+"""Characters that are kept for what is said behind the output."""
+
+# Interactive, since an interrupt then ends whatever the shell does itself, loops too, and not the shell.
+_START: Final = (
+    "if command -v bash >/dev/null 2>&1; then exec bash --norc --noprofile --noediting -i; else exec sh -i; fi"
+)
+_ENV: Final = {"PS1": "", "PS2": "", "TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "HISTFILE": "/dev/null"}
+# The marker is written to a copy of the output that a command cannot redirect.
+_SETUP: Final = "exec 9>&1; PS1=; PS2=; set +H 2>/dev/null; set +o history 2>/dev/null\n"
+# Ends what descends from process $1, but for the trees of the processes behind it (jobs in the background).
+_KILL: Final = r"""
+top=$1; shift; spared=" $* "; all=; for f in /proc/[0-9]*/stat; do
+  read -r line 2>/dev/null < "$f" || continue; rest=${line##*) }; set -- $rest; all="$all ${line%% *}:$2"; done
+front=$top; while [ -n "$front" ]; do next=; for pair in $all; do
+  case " $front " in *" ${pair#*:} "*) p=${pair%:*}
+    case "$spared" in *" $p "*) ;; *) next="$next $p"; kill -9 "$p" 2>/dev/null;; esac;; esac; done; front=$next; done
+"""
+
+# What bash says of a terminal that is not there, when something that it ran was killed.
+_NOISE: Final = re.compile(r"^bash: \[\d+: \d+ \(\d+\)\] tcsetattr: .*\n", re.MULTILINE)
+
+_STATELESS: Final = (
+    "Run a command with bash. Each call starts in the same folder: a change of directory and the variables of earlier "
+    "calls are gone, files stay. Commands get no input. What is put in the background (&) goes on; redirect its output."
+)
+_PERSISTENT: Final = (
+    "Run a command in a bash session that lasts: the working directory, variables, functions and background jobs (&) "
+    "of earlier calls are still there. Commands get no input. A command that takes too long is interrupted."
+)
+
+
+class ShellConfig(BaseModel):
+    """How ``shell`` runs commands.
+
+    Attributes:
+        persistent: Whether all calls of an episode are of one session.
+        timeout: Seconds that a command may take where the call does not say.
+        max_timeout: The most that a call may say.
+        max_output: Characters of output that the model gets to see, of both ends.
+        env: Variables of the commands.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    persistent: bool = True
+    timeout: Annotated[float, Field(gt=0)] = 60.0
+    max_timeout: Annotated[float, Field(gt=0)] = 600.0
+    max_output: Annotated[int, Field(ge=1000)] = 16_000
+    env: dict[str, str] = {}
+
+
+class ShellTool(BaseTool):
+    """``shell``: commands in the sandbox of the episode, each on its own or all in one session."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
+        """Take a configuration, see :class:`ShellConfig`.
+
+        Raises:
+            ConfigError: It has an unknown key or a wrong value.
+        """
+        self.settings: ShellConfig = tool_config(ShellConfig, config, "shell")
+        most = f"{self.settings.max_timeout:g}"
+        properties = {
+            "command": {"type": "string", "description": "what is run; several lines are fine"},
+            "timeout": {
+                "type": "number",
+                "exclusiveMinimum": 0,
+                "description": f"seconds it may take, {self.settings.timeout:g} by default and {most} at most",
+            },
+        }
+        text = _PERSISTENT if self.settings.persistent else _STATELESS
+        super().__init__(config, tool_schema or as_schema_of("shell", text, properties, ("command",)))
+        self.max_output = self.settings.max_output
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._sessions: dict[str, ShellSession] = {}
+
+    async def create(
+        self,
+        instance_id: str | None = None,
+        *,
+        agent_data: AgentData | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[str, ToolResponse]:
+        """Take the episode's sandbox. Raises ConfigError where there is none."""
+        instance_id = instance_id or uuid.uuid4().hex
+        self._sandboxes[instance_id] = sandbox_of(agent_data, self.name)
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self,
+        instance_id: str,
+        parameters: dict[str, Any],
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[ToolResponse, float | None, dict[str, float]]:
+        """Run a command.
+
+        Raises:
+            ToolError: The command cannot be run as it is written.
+            SandboxError: The sandbox failed.
+        """
+        command, settings = str(parameters["command"]), self.settings
+        if "\0" in command:
+            raise ToolError("the command holds a NUL character: leave it out")
+        timeout = min(float(parameters.get("timeout") or settings.timeout), settings.max_timeout)
+        if not settings.persistent:
+            return await self._alone(self._sandboxes[instance_id], command, timeout), None, {}
+        session = self._sessions.get(instance_id)
+        if session is None:
+            session = ShellSession(self._sandboxes[instance_id], settings.env, 4 * settings.max_output)
+            self._sessions[instance_id] = session
+        return await self._in_session(session, command, timeout), None, {}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: ARG002
+        """End the session."""
+        self._sandboxes.pop(instance_id, None)
+        session = self._sessions.pop(instance_id, None)
+        if session is not None:
+            await session.close()
+
+    async def _alone(self, sandbox: Sandbox, command: str, timeout: float) -> ToolResponse:
+        # One stream, so that errors stand where they came about.
+        result = await sandbox.exec(
+            f"exec 2>&1\n{command}", timeout=timeout, env=self.settings.env, max_output=4 * self.settings.max_output
+        )
+        if result.timed_out:
+            return self._told(result.stdout, [f"(no end within {timeout:g} s: the command was killed)"], "timeout")
+        return self._told(result.stdout, [f"(exit code {result.exit_code})"] if result.exit_code else [])
+
+    async def _in_session(self, session: ShellSession, command: str, timeout: float) -> ToolResponse:
+        ran = await session.run(command, timeout)
+        notes = []
+        if ran.timed_out and ran.restarted:
+            notes.append(f"(no end within {timeout:g} s: the shell had to be killed, and a new one is there now)")
+        elif ran.timed_out:
+            notes.append(f"(no end within {timeout:g} s: the command was interrupted; the session goes on)")
+        elif ran.restarted:
+            notes.append(f"(the shell ended with exit code {ran.exit_code}; a new one is there now)")
+        elif ran.exit_code:
+            notes.append(f"(exit code {ran.exit_code})")
+        if ran.restarted:
+            notes.append(f"(variables, functions and jobs are gone; the working directory is {ran.cwd})")
+        return self._told(ran.output, notes, "timeout" if ran.timed_out else None)
+
+    def _told(self, output: bytes, notes: list[str], error: str | None = None) -> ToolResponse:
+        said = _NOISE.sub("", output.decode("utf-8", "replace"))
+        text = OutputLimit(self.settings.max_output - _NOTES).cut(said).rstrip("\n")
+        shown = "\n".join(([text] if text else []) + notes)
+        return ToolResponse(shown or "(no output)", error=error)
+
+
+class Ran:
+    """What a command in a session left.
+
+    Args:
+        output: Both its streams.
+        exit_code: How it ended; that of the shell where it ended the shell.
+        cwd: Where the session is then.
+        timed_out: Whether its time was over.
+        restarted: Whether the shell is a new one.
+    """
+
+    __slots__ = ("cwd", "exit_code", "output", "restarted", "timed_out")
+
+    def __init__(self, output: bytes, exit_code: int, cwd: str, *, timed_out: bool, restarted: bool) -> None:
+        self.output, self.exit_code, self.cwd = output, exit_code, cwd
+        self.timed_out, self.restarted = timed_out, restarted
+
+
+class ShellSession:
+    """One shell in a sandbox, made anew where a command took it along.
+
+    Args:
+        sandbox: Where.
+        env: Variables of its commands.
+        limit: Bytes of an output that are kept.
+    """
+
+    def __init__(self, sandbox: Sandbox, env: Mapping[str, str], limit: int) -> None:
+        self._sandbox = sandbox
+        self._env = {**_ENV, **env}
+        self._limit = limit
+        self._shell: Dialogue | None = None
+        self._pid = ""
+        self._jobs: tuple[str, ...] = ()
+        self._cwd: str | None = None
+
+    async def run(self, command: str, timeout: float) -> Ran:
+        """Run a command to its end, or to the end of its time.
+
+        Raises:
+            SandboxError: The sandbox failed.
+        """
+        shell = await self._open()
+        try:
+            asked = await self._ask(shell, f"eval {shlex.quote(command)} </dev/null\n", timeout)
+            timed_out = asked.note is None and not asked.ended
+            output = asked.output
+            if timed_out:
+                asked = await self._stop(shell)
+                output += asked.output
+        except BaseException:
+            # Given up in the middle: whatever is read next would be read as the answer to something else.
+            await self.close()
+            raise
+        if asked.note is not None:
+            return Ran(output, self._noted(asked.note), self._cwd or "", timed_out=timed_out, restarted=False)
+        exit_code = await shell.exit_code() if asked.ended else 137
+        await self.close()
+        await self._open()
+        return Ran(output, exit_code, self._cwd or "", timed_out=timed_out, restarted=True)
+
+    async def close(self) -> None:
+        """End the shell. Closing twice is no error."""
+        shell, self._shell = self._shell, None
+        if shell is not None:
+            await shell.close()
+
+    async def _stop(self, shell: Dialogue) -> Reply:
+        """End what a shell runs: by an interrupt, or by killing it while the shell and its jobs live on."""
+        await shell.interrupt()
+        reply = await shell.wait(_GRACE_S)
+        if reply.note is not None or reply.ended:
+            return reply
+        await self._sandbox.exec(["sh", "-c", _KILL, "sh", self._pid, *self._jobs], timeout=_GRACE_S)
+        last = await shell.wait(_GRACE_S)
+        return Reply(reply.output + last.output, last.note, last.ended)
+
+    async def _open(self) -> Dialogue:
+        if self._shell is not None:
+            return self._shell
+        try:
+            process = await self._sandbox.spawn(_START, cwd=self._cwd, env=self._env)
+        except SandboxFileNotFound:
+            # The folder in which the last shell was is gone.
+            process = await self._sandbox.spawn(_START, env=self._env)
+        shell = Dialogue(process, self._limit)
+        try:
+            reply = await self._ask(shell, _SETUP, _START_S)
+        except BaseException:
+            await shell.close()
+            raise
+        if reply.note is None:
+            await shell.close()
+            text = reply.output.decode("utf-8", "replace").strip()
+            raise ToolError(f"no shell starts here: {text or 'it says nothing'}")
+        self._noted(reply.note)
+        self._shell = shell
+        return shell
+
+    async def _ask(self, shell: Dialogue, lines: str, timeout: float) -> Reply:
+        # In two halves: a shell that echoes what it runs (set -x, set -v) does not write the marker before its time.
+        first, second = secrets.token_hex(8), secrets.token_hex(8)
+        told = '"$?" "$$" "$(echo $(jobs -p))" "$PWD"'
+        mark = f'{{ printf "%s%s %s\\t%s\\t%s\\t%s\\n" {first} {second} {told} >&9; }} 2>/dev/null\n'
+        return await shell.ask((lines + mark).encode("utf-8", "surrogateescape"), first + second, timeout)
+
+    def _noted(self, note: str) -> int:
+        exit_code, pid, jobs, cwd = (note.strip().split("\t", 3) + [""] * 4)[:4]
+        self._pid, self._jobs, self._cwd = pid, tuple(jobs.split()), cwd or None
+        return int(exit_code) if exit_code.isdigit() else 1
