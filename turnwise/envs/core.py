@@ -22,6 +22,7 @@ from turnwise.envs.results import ScoreParts as ScoreParts
 from turnwise.envs.results import StepResult as StepResult
 from turnwise.envs.results import as_messages as as_messages
 from turnwise.envs.results import check_reset, check_score, check_step
+from turnwise.envs.sandboxed import Sandboxed
 from turnwise.errors import ConfigError, EnvError, ToolSchemaError, TurnwiseError
 from turnwise.tasks import Task
 from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
@@ -37,7 +38,7 @@ Solution: TypeAlias = Generator[Any, list[Message], None]
 AsyncSolution: TypeAlias = AsyncGenerator[Any, list[Message]]
 
 
-class Env:
+class Env(Sandboxed):
     """A world that an agent acts in, at the level of messages. Gymnasium's names and meanings.
 
     Subclass it and write ``reset`` and ``step`` (or use ToolEnv and SingleTurnEnv, which write ``step``), each as
@@ -119,6 +120,14 @@ class Env:
         """
         return None
 
+    def check_task(self, task: Task) -> MaybeAwaitable[Sequence[str]]:  # noqa: ARG002
+        """Say what is wrong with a task, one sentence each; for ``check_env``, which asks it of every task.
+
+        Write it where tasks are rows of others that may be broken: a reference that does not reach the top, or a task
+        that is solved before anything is done. It is called without a ``reset``, on an environment of its own.
+        """
+        return ()
+
     def close(self) -> MaybeAwaitable[None]:
         """Free what the environment holds. Closing twice is no error."""
 
@@ -189,6 +198,7 @@ async def invoke(env: Env, method: str, *args: Any, executor: Executor | None = 
         return await _score_once(env, args, kwargs)
     if method == "reset":
         drop_scoring(env)
+        await env.close_sandboxes()
         messages, info = check_reset(await _call(env, method, args, kwargs), env)
         env.conversation = list(messages)
         return messages, info
@@ -217,7 +227,10 @@ async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             result = await _call(env, "close", args, kwargs)
         return result
     finally:
-        await env.release()
+        try:
+            await env.release()
+        finally:
+            await env.close_sandboxes(last=True)
 
 
 async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:

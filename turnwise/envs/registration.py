@@ -45,6 +45,7 @@ class _Entry:
 
 _ENVS: dict[str, _Entry] = {
     "calculator": _Entry("turnwise.envs.calculator:CalculatorEnv", {}),
+    "code": _Entry("turnwise.envs.code:CodeEnv", {}),
     "guess_number": _Entry("turnwise.envs.guess_number:GuessNumberEnv", {}),
     "gymnasium": _Entry("turnwise.envs.gym_env:GymnasiumEnv", {}),
     "gymnasium_tools": _Entry("turnwise.envs.gym_env:GymnasiumToolEnv", {}),
@@ -56,6 +57,8 @@ _ENVS: dict[str, _Entry] = {
     "single_turn": _Entry("turnwise.envs.single_turn:SingleTurnEnv", {}),
     "sql": _Entry("turnwise.envs.sql:SqlEnv", {}),
     "task": _Entry("turnwise.envs.task:TaskEnv", {}),
+    "terminal": _Entry("turnwise.envs.terminal:TerminalEnv", {}),
+    "swe": _Entry("turnwise.envs.swe:SweEnv", {}),
     "tool": _Entry("turnwise.envs.task_tools:TaskToolEnv", {}),
     "trail": _Entry("turnwise.envs.trail:TrailEnv", {}),
 }

@@ -73,8 +73,8 @@ class ToolEnv(Env):
         """Answer all calls of a message, or score it where it makes none.
 
         Returns:
-            One tool message per call, in call order. Without calls: terminated, with the parts of the score in
-            ``info["rewards"]``.
+            One tool message per call, in call order. Without calls, and where a tool ended the episode (``submit``):
+            terminated, with the parts of the score in ``info["rewards"]``.
 
         Raises:
             EnvError: No episode runs, or a tool or ``score`` broke its contract.
@@ -90,12 +90,14 @@ class ToolEnv(Env):
         self._note(any(outcome.usable for outcome in outcomes))
         rewards = _rewards(outcomes)
         info: dict[str, Any] = {"rewards": rewards, "metrics": _metrics(outcomes, runner.tools)}
+        observation = [_answer(outcome) for outcome in outcomes]
+        if any(outcome.response.ends for outcome in outcomes) and not self.lost_thread:
+            return _with_calls(await self.final_step(action, observation), info)
         if self.lost_thread:
             info["stop_reason"] = StopReason.TIMEOUT
         elif 0 < self.max_invalid_calls <= self.invalid_in_a_row:
             info["stop_reason"] = StopReason.INVALID_CALLS
         self._over = "stop_reason" in info
-        observation = [_answer(outcome) for outcome in outcomes]
         return StepResult(observation, sum(rewards.values()), False, self._over, info)
 
     async def call(self, call: ToolCall) -> ToolResponse:
@@ -192,7 +194,7 @@ class ToolEnv(Env):
                 executor=self.executor,
                 timeout=self.tool_timeout,
                 tools_kwargs=self._tools_kwargs,
-                data=AgentData(tools_kwargs=self._tools_kwargs, messages=self.conversation),
+                data=AgentData(tools_kwargs=self._tools_kwargs, messages=self.conversation, sandbox=self.sandbox),
                 count_tokens=self.count_tokens,
                 secrets=self.secrets,
             )
@@ -212,6 +214,18 @@ def _beginning(reset: Callable[..., Any]) -> Callable[..., Any]:
         return reset(self, task, **kwargs)
 
     return begin
+
+
+def _with_calls(last: StepResult, calls: Mapping[str, Any]) -> StepResult:
+    """Return the step that ended an episode, with the rewards and metrics of the calls that its message made."""
+    added = {
+        part: {
+            name: calls[part].get(name, 0.0) + last.info[part].get(name, 0.0)
+            for name in {**calls[part], **last.info[part]}
+        }
+        for part in ("rewards", "metrics")
+    }
+    return last._replace(reward=last.reward + sum(calls["rewards"].values()), info={**last.info, **added})
 
 
 def _answer(outcome: Outcome) -> Message:

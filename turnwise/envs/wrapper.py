@@ -17,6 +17,8 @@ from typing import Any, cast
 from turnwise.envs.core import AsyncSolution, Env, Score, ScoreParts, Solution, StepResult, invoke
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, ConfigError, shown
+from turnwise.sandboxes.core import Mount, Sandbox
+from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks import Task
 from turnwise.tools.core import Tool
 from turnwise.tools.limits import CountTokens
@@ -72,6 +74,35 @@ class _Inside(Env):
     @count_tokens.setter
     def count_tokens(self, value: CountTokens | None) -> None:
         self.env.count_tokens = value
+
+    @property
+    def sandboxes(self) -> SandboxManager | None:
+        """Where the sandboxes inside come from; set, it is set inside."""
+        return self.env.sandboxes
+
+    @sandboxes.setter
+    def sandboxes(self, value: SandboxManager | None) -> None:
+        self.env.sandboxes = value
+
+    @property
+    def guest_mounts(self) -> tuple[Mount, ...]:
+        """What the first sandbox inside shows for an agent; set, it is set inside."""
+        return self.env.guest_mounts
+
+    @guest_mounts.setter
+    def guest_mounts(self, value: tuple[Mount, ...]) -> None:
+        self.env.guest_mounts = value
+
+    @property
+    def sandbox(self) -> Sandbox | None:
+        """The first that was opened inside, or here."""
+        return self.env.sandbox or self._sandbox
+
+    @sandbox.setter
+    def sandbox(self, value: Sandbox | None) -> None:
+        self._sandbox = value
+
+    _sandbox: Sandbox | None = None
 
     @property
     def lost_thread(self) -> bool:
@@ -145,6 +176,11 @@ class Wrapper(_Inside):
     def solve(self) -> Solution | AsyncSolution | None:
         """Return the solution of the environment inside."""
         return self.env.solve()
+
+    async def check_task(self, task: Task) -> Sequence[str]:
+        """Return what the environment inside says of a task."""
+        found: Sequence[str] = await invoke(self.env, "check_task", task)
+        return found
 
     async def close(self) -> None:
         """Close the environment inside."""

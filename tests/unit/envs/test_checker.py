@@ -636,3 +636,21 @@ async def test_the_report_is_json():
     assert finding["severity"] == "error"
     assert finding["where"] == "seed 0"
     assert "floor" in finding["remedy"]
+
+
+class Rows(Good):
+    def check_task(self, task):
+        if task.id == "odd":
+            raise EnvError("its repository is gone")
+        return [] if task.data.get("good") else ["it is solved before anything is done"]
+
+
+async def test_every_task_is_looked_at_where_the_environment_can_say_what_is_wrong():
+    rows = [Task(str(number), "go", {"good": number != 3}) for number in range(6)] + [Task("odd", "go")]
+    report = await check_env(Rows, tasks=rows[:1], looked_at=rows, seeds=(0,))
+    assert [(each.check, each.message) for each in report.errors] == [
+        ("tasks", "task '3': it is solved before anything is done"),
+        ("tasks", "task 'odd': it cannot be looked at: its repository is gone"),
+    ]
+    assert (report.figures["tasks looked at"], report.figures["broken tasks"]) == (7, 2)
+    assert "tasks looked at" not in (await check_env(Good, tasks=rows[:1], looked_at=rows, seeds=(0,))).figures

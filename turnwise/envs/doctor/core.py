@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from turnwise.envs.core import Env
-from turnwise.envs.doctor import contract, cost, failures, policies, prompts, repeats
+from turnwise.envs.doctor import contract, cost, failures, policies, prompts, repeats, rows
 from turnwise.envs.doctor.exam import ESTIMATE, EnvSource, Exam, Examined, TokenCounter, estimated_tokens, made
 from turnwise.envs.doctor.report import CheckReport
 from turnwise.envs.doctor.worker import Stalled, Worker
@@ -43,6 +43,7 @@ CHECKS: Final[dict[str, tuple[Check, tuple[str, ...]]]] = {
     "repeat policy": (policies.repeat, ("calls", "final messages", "score")),
     "random policy": (policies.random_calls, ("calls", "final messages", "score", "null policy")),
     "reference": (policies.reference, ("calls", "final messages", "score")),
+    "tasks": (rows.tasks, ("signature",)),
     "cost": (cost.cost, ("calls", "final messages")),
 }
 
@@ -52,6 +53,7 @@ async def check_env(
     *,
     task: Task | None = None,
     tasks: Sequence[Task] | None = None,
+    looked_at: Sequence[Task] | str | None = None,
     seeds: Sequence[int] = (0, 1),
     timeout: float = 30.0,
     context_length: int | None = None,
@@ -59,11 +61,12 @@ async def check_env(
 ) -> CheckReport:
     """Play short episodes in an environment and report what is wrong with it.
 
-    Checked are, in this order: signatures; the tools' schemas; the shape of what reset returns; that members of a
+    Checked are: signatures; the tools' schemas; the shape of what reset returns; that members of a
     group begin equally; any final message; calls of every kind, together and one by one; that equal seeds give equal
     episodes, in a used environment too, and while another one runs; close, also after what raised, with no thread or
     file left; lengths against the context; answers that stand in the prompt; that policies which know nothing score
-    no more than the floor, and the reference solution the most; what a step costs. Tools are called with made-up
+    no more than the floor, and the reference solution the most; every task by itself, where the environment can say
+    what is wrong with one (``check_task``); what a step costs. Tools are called with made-up
     arguments.
 
     Args:
@@ -71,9 +74,9 @@ async def check_env(
             no second one can be made) an environment.
         task: What it is reset with.
         tasks: Several of them. Without either: the first of the environment's own, or none.
+        looked_at: Those that are looked at one by one, or their source; by default ``tasks``, else all its own.
         seeds: At least one.
-        timeout: Seconds that any one call of the environment may take. The first that takes longer ends the
-            examination.
+        timeout: Seconds that any one call may take. The first that takes longer ends the examination.
         context_length: Tokens of prompt and completion that the model takes, or None.
         count_tokens: Counts the tokens of a text; by default it is estimated.
 
@@ -85,10 +88,7 @@ async def check_env(
         ConfigError: What its configuration names cannot be loaded, there is no seed, or no time.
         TaskError: Its own tasks cannot be loaded.
     """
-    if not seeds:
-        raise ConfigError("check_env got no seeds: episodes are reset with a seed, so give at least one")
-    if not timeout > 0:
-        raise ConfigError(f"check_env: timeout is {timeout!r}: it must be more than 0 seconds")
+    _check_arguments(seeds, timeout)
     examined = Examined(env, (task,), tuple(seeds), timeout, context_length, count_tokens or estimated_tokens)
     worker = Worker()
     try:
@@ -100,6 +100,7 @@ async def check_env(
             return _not_made(examined, worker, env, error)
         if task is None:
             examined.tasks = tuple(tasks) if tasks else _own_tasks(first)
+            examined.rows = _looked_at(first, looked_at or tasks)
         exam = Exam(examined, first, worker)
         if count_tokens is None:
             exam.report.notes.append(ESTIMATE)
@@ -107,6 +108,13 @@ async def check_env(
         return exam.report
     finally:
         await examined.close(worker)
+
+
+def _check_arguments(seeds: Sequence[int], timeout: float) -> None:
+    if not seeds:
+        raise ConfigError("check_env got no seeds: episodes are reset with a seed, so give at least one")
+    if not timeout > 0:
+        raise ConfigError(f"check_env: timeout is {timeout!r}: it must be more than 0 seconds")
 
 
 def _not_made(examined: Examined, worker: Worker, env: EnvSource, error: TurnwiseError) -> CheckReport:
@@ -123,6 +131,11 @@ def _own_tasks(env: Env) -> tuple[Task | None, ...]:
     if not found:
         raise TaskError(f"{type(env).__qualname__}.default_tasks {env.default_tasks!r}: there is no task in it")
     return tuple(found)
+
+
+def _looked_at(env: Env, given: Sequence[Task] | str | None) -> tuple[Task, ...]:
+    chosen = (given or env.default_tasks or ()) if rows.looks_at_tasks(env) else ()
+    return tuple(load_tasks(chosen) if isinstance(chosen, str) else chosen)
 
 
 def _name(env: EnvSource) -> str:

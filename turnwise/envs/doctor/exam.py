@@ -47,6 +47,7 @@ class Examined:
         timeout: Seconds for any one call.
         context_length: Tokens of prompt and completion that the model takes, or None.
         count_tokens: Counts the tokens of a text.
+        rows: Tasks that are looked at one by one, where the environment can say what is wrong with one.
         toolbox: Tools that a spec names, loaded where the environment runs; set by itself.
     """
 
@@ -56,6 +57,7 @@ class Examined:
     timeout: float
     context_length: int | None = None
     count_tokens: TokenCounter = estimated_tokens
+    rows: tuple[Task, ...] = ()
     toolbox: Toolbox | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,89 @@
+"""Task folders of Harbor and Terminal-Bench, and an episode of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.swe_boxes import any_manager
+from turnwise.envs.core import invoke
+from turnwise.envs.solution import play_solution
+from turnwise.envs.terminal import TerminalEnv, read_folder, tasks
+from turnwise.errors import ConfigError, TaskError
+
+
+def written(folder: Path, **files: str) -> str:
+    for name, text in files.items():
+        file = folder / name.replace("__", "/").replace("_dot_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return str(folder)
+
+
+HARBOR = {
+    "task_dot_toml": "[verifier]\ntimeout_sec = 90\n[environment]\nmemory = '2G'\nstorage_mb = 100\ncpus = 2\n",
+    "instruction_dot_md": "Do it.\n",
+    "tests__test_dot_sh": "echo 0.5 > $VERIFIER_DIR/reward.txt",
+}
+
+
+def test_harbor(tmp_path):
+    found = read_folder(written(tmp_path / "a", **HARBOR, environment__Dockerfile="FROM scratch\n"))
+    assert (found.instruction, found.test_timeout, found.script) == ("Do it.", 90, "tests/test.sh")
+    assert found.image == str(tmp_path / "a" / "environment")
+    assert (found.limits.memory, found.limits.disk, found.limits.cpus) == (2 * 2**30, 100 * 2**20, 2)
+    assert found.solution is None
+    assert not found.limits.network
+
+
+def test_terminal_bench(tmp_path):
+    settings = "instruction: |-\n  Do it.\nmax_test_timeout_sec: 30.0\nparser_name: pytest\n"
+    written(tmp_path, **{"run-tests_dot_sh": "pytest", "tests__test_a_dot_py": ""})
+    found = read_folder(written(tmp_path, task_dot_yaml=settings, Dockerfile="FROM scratch\n", solution_dot_sh="true"))
+    assert (found.instruction, found.test_timeout, found.script) == ("Do it.", 30, "run-tests.sh")
+    assert found.image == str(tmp_path)
+    assert found.solution == tmp_path / "solution.sh"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"task_dot_toml": "x ="}, "task.toml cannot be read"),
+        ({"task_dot_toml": "[verifier]\ntimeout_sec = 'long'"}, "timeout is 'long'"),
+        ({"task_dot_toml": "[environment]\nmemory = 'much'"}, "memory is 'much'"),
+        ({"task_dot_toml": "verifier = 3"}, "verifier is 3: it must be a table"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, change, told):
+    with pytest.raises(TaskError, match=told):
+        read_folder(written(tmp_path, **{**HARBOR, **change}))
+
+
+def test_what_is_no_task(tmp_path):
+    with pytest.raises(TaskError, match="neither task"):
+        read_folder(str(tmp_path))
+    with pytest.raises(TaskError, match=r"there is no tests/test\.sh"):
+        read_folder(written(tmp_path / "b", task_dot_toml="", instruction_dot_md="x"))
+    with pytest.raises(TaskError, match="no task of that name"):
+        read_folder("shipped:../x")
+    with pytest.raises(TaskError, match="holds no task"):
+        list(tasks(str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match="test_timeout is -1"):
+        TerminalEnv(test_timeout=-1)
+
+
+async def test_an_episode_and_the_reward_that_tests_write(tmp_path):
+    folder = written(tmp_path / "half", **HARBOR, workspace__a_dot_txt="a", solution__solve_dot_sh="cp a.txt b.txt\n")
+    [task] = tasks(folder)
+    assert len(list(tasks())) >= 4
+    async with any_manager() as manager:
+        env = TerminalEnv()
+        env.sandboxes = manager
+        await invoke(env, "reset", task)
+        done = await env.sandbox.exec("cat a.txt; mkdir -p logs; echo 1 > logs/reward.txt")
+        assert done.stdout == b"a"
+        *_, (_, last) = await play_solution(env)
+        assert (last.reward, last.terminated) == (0.5, True)
+        assert (await env.sandbox.exec("cat b.txt")).stdout == b"a"
+        await invoke(env, "close")

@@ -1,0 +1,1 @@
+"""What is put beside a repository while its tests run: a plugin of pytest that reports what it saw."""
