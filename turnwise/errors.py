@@ -53,6 +53,40 @@ class EnvError(TurnwiseError):
     retryable = True
 
 
+class SandboxError(TurnwiseError):
+    """A sandbox or its backend failed; what a command inside it did is a result instead."""
+
+    retryable = True
+
+
+class SandboxStartError(SandboxError):
+    """A sandbox did not start."""
+
+
+class SandboxDied(SandboxError):
+    """A sandbox that ran is gone; the episode in it is lost and may be played anew."""
+
+
+class SandboxUnavailable(SandboxError):
+    """This machine cannot give what was asked for: no such backend, engine, image or isolation. Names the remedy."""
+
+    retryable = False
+
+
+class SandboxFileError(SandboxError):
+    """A file inside a sandbox cannot be read or written; the sandbox itself is well."""
+
+    retryable = False
+
+
+class SandboxFileNotFound(SandboxFileError, FileNotFoundError):
+    """There is no such file inside the sandbox."""
+
+
+class SandboxFileTooLarge(SandboxFileError):
+    """A file, or a folder that was to be downloaded, is larger than the caller takes."""
+
+
 class AgentError(TurnwiseError):
     """An agent raised, or broke its contract."""
 

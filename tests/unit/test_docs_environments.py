@@ -27,7 +27,9 @@ def settings(section: str) -> dict[str, str]:
     )}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["calculator", "guess_number", "nim", "math", "retail", "sql", "search", "trail"])
+@pytest.mark.parametrize(
+    "name", ["calculator", "code", "guess_number", "nim", "math", "retail", "sql", "search", "trail"]
+)
 def test_the_settings_are_those_of_the_constructor(name):
     parameters = inspect.signature(env_class(name)).parameters
     said = settings(SECTIONS[name])

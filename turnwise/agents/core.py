@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from turnwise.agents.limits import EpisodeLimits as EpisodeLimits
+from turnwise.agents.recorded import recorded_turns
 from turnwise.agents.rewards import Reward as Reward
 from turnwise.agents.rewards import finite
 from turnwise.agents.roles import TRAINED, check_name
@@ -21,8 +22,9 @@ from turnwise.agents.states import first_state, note_state
 from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, BudgetSpent, EnvError
+from turnwise.errors import AgentError, BudgetSpent, EnvError, SandboxError, TurnwiseError
 from turnwise.inference.session import Session
+from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.tasks import Task
 from turnwise.tools.response import call_counts
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
@@ -41,11 +43,6 @@ class ToolThreadLost(EnvError):
     """Code of a tool or an environment was given up and cannot be stopped: its environment must not be used again."""
 
     retryable: ClassVar[bool] = False
-
-
-async def recorded_turns(session: Session) -> list[str]:
-    """Return the ids of the turns that a session of this process has recorded, in order."""
-    return [each.turn_id for each in session.segments(messages=False) if each.sampled and each.turn_id is not None]
 
 
 class Episode:
@@ -102,9 +99,7 @@ class Episode:
         self.rewards: list[Reward] = []
         self.metrics: dict[str, float] = {}
         self.turn_metrics: dict[tuple[str, str], dict[str, float]] = {}
-        self.scored = False
-        self.rewarded = False
-        self.ended = False
+        self.scored = self.rewarded = self.ended = False
         self.stop_reason = StopReason.COMPLETED
         self.final: Message | None = None
         self._env = env
@@ -115,12 +110,17 @@ class Episode:
         self._sessions: dict[str, Session] = {}
         self._policies: dict[str, str] = {}
         self.states = first_state(info)
-        self._failure: EnvError | None = None
+        self._failure: TurnwiseError | None = None
 
     @property
     def env(self) -> Env:
         """The environment, for methods that only it has; what others have goes through the episode."""
         return self._env
+
+    @property
+    def sandbox(self) -> Sandbox | None:
+        """Where the episode's commands run; None where its environment opened none."""
+        return self._env.sandbox
 
     @property
     def session(self) -> Session:
@@ -255,9 +255,8 @@ class Episode:
             return messages
         room = room_for_answers(left + spare, self.limits.context_length, self.limits.max_tokens_per_turn, calls)
         found, cut = fit_messages(messages, room // calls if share else room, count_tokens)
-        if not cut:
-            return messages
-        self.count({"tool_answers_cut": float(cut)}, turn, agent=agent)
+        if cut:
+            self.count({"tool_answers_cut": float(cut)}, turn, agent=agent)
         return found
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
@@ -354,7 +353,7 @@ class Episode:
     async def _invoke(self, method: str, *args: Any) -> Any:
         try:
             return await invoke(self._env, method, *args, executor=self._executor)
-        except EnvError as error:
+        except (EnvError, SandboxError) as error:
             self._failure = error
             raise
 
@@ -395,3 +394,7 @@ class Agent(ABC):
     def policies(self) -> frozenset[str]:
         """The policies that its sessions name: a run sees beforehand whether they are there."""
         return frozenset({TRAINED})
+
+    def sandbox_mounts(self) -> tuple[Mount, ...]:
+        """What of the host it needs to see, read-only, in the sandbox of its episodes, where its program runs there."""
+        return ()

@@ -16,6 +16,7 @@ from turnwise import __version__
 from turnwise.cli import (
     audit,
     check_env,
+    check_sandbox,
     dpo,
     evaluate,
     export,
@@ -51,6 +52,7 @@ app.command("runner")(runner.command)
 app.command("view")(view.command)
 app.command("audit")(audit.command)
 app.command("check-env")(check_env.command)
+app.command("check-sandbox")(check_sandbox.command)
 app.command("mcp")(mcp.command)
 
 

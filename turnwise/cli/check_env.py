@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from turnwise.envs import CheckReport
     from turnwise.envs.doctor.exam import TokenCounter
+    from turnwise.tasks import Task
 
 
 def command(
@@ -26,7 +27,10 @@ def command(
         str | None,
         typer.Option("--tasks", "-t", help="Reset it with the first tasks of this source; by default its own."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Take only so many tasks.")] = 3,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Take only so many tasks; by default 3 are played, and all looked at."),
+    ] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds to play.")] = 2,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one call may take.")] = 30.0,
     context_length: Annotated[
@@ -47,16 +51,13 @@ def command(
     from rich.console import Console
 
     from turnwise.envs import check_env
-    from turnwise.errors import TaskError
-    from turnwise.tasks import load_tasks
 
-    rows = None if tasks is None else load_tasks(tasks, limit=limit)
-    if rows == []:
-        raise TaskError(f"--tasks {tasks}: there is no task in it")
+    tasks, rows = _rows(env, tasks, limit)
     report = asyncio.run(
         check_env(
             env_spec(env, config, functions, tool_config, mcp),
             tasks=rows,
+            looked_at=tasks if limit is None else rows,
             seeds=tuple(range(seeds)),
             timeout=timeout,
             context_length=context_length,
@@ -69,6 +70,21 @@ def command(
         _show(report, Console())
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
+    """Return where tasks come from, and those that are played."""
+    from turnwise.envs.doctor.core import DEFAULT_TASKS
+    from turnwise.envs.registration import env_class
+    from turnwise.errors import TaskError
+    from turnwise.tasks import load_tasks
+
+    if tasks is None and limit is not None:
+        tasks = env_class(env).default_tasks
+    rows = None if tasks is None else load_tasks(tasks, limit=limit or DEFAULT_TASKS)
+    if rows == []:
+        raise TaskError(f"--tasks {tasks}: there is no task in it")
+    return tasks, rows
 
 
 def _counter(model: Path) -> TokenCounter:

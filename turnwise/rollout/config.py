@@ -20,6 +20,7 @@ from turnwise.config import ConfigPath, ConfigReference
 from turnwise.errors import ConfigError
 from turnwise.inference.frozen import FrozenConfig
 from turnwise.inference.gateway.addresses import DEFAULT_FORM, check_base, check_template
+from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
 
 
@@ -175,6 +176,7 @@ class RolloutConfig(BaseModel):
     Attributes:
         env: The environment, unless a task names its own.
         agent: The agent, unless a task names its own.
+        sandbox: Where environments' sandboxes come from.
         address: What the address of a session looks like, with ``{base}`` (or ``{host}`` and ``{port}``), ``{token}``,
             and as they are wished ``{rollout_id}``, ``{attempt_id}`` and ``{session}``.
         gateway: Where such addresses are reached.
@@ -217,6 +219,7 @@ class RolloutConfig(BaseModel):
 
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")
+    sandbox: SandboxConfig = SandboxConfig()
     address: str = DEFAULT_FORM
     gateway: AddressConfig = AddressConfig()
     remote: RemoteConfig | None = None

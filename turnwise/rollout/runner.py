@@ -31,6 +31,7 @@ from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.outcome import session_trajectories
 from turnwise.rollout.sessions import EpisodeSessions, Sampler
+from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks import Task
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.media import check_media
@@ -143,22 +144,24 @@ class EpisodeRunner:
         self._agents = AgentTable(config)
         self._held: set[str] = set()
         self._toolbox = Toolbox(config.env.tools)
+        self._sandboxes = SandboxManager(config.sandbox)
         self._spare: Env | None = None
 
     async def prepare(self) -> None:
-        """Load the configured tools, and hold the environment's against what the model's renderer places.
+        """Load the configured tools, hold the environment's against what the renderer places, and try the sandboxes.
 
-        The environment that is made for it is that of the first episode. What else is wrong with it is left to the
-        episodes, whose trajectories say so.
+        The environment that is made for it is that of the first episode; what else is wrong with it, trajectories say.
 
         Raises:
             ConfigError: A tool cannot be loaded, names collide, or a tool answers with media that the renderer cannot
                 place.
             EnvError: An MCP server cannot be reached.
+            SandboxError: The sandboxes that are configured cannot be had.
         """
         name = self._config.env.name
         try:
             await self._toolbox.tools()
+            await self._sandboxes.check()
         except BaseException:
             await self.close()
             raise
@@ -177,6 +180,7 @@ class EpisodeRunner:
         for gateway in (self.gateway, *(each.gateway for each in self._frozen.values())):
             await gateway.close()
         await self._close_spare()
+        await self._sandboxes.close()
         await self._toolbox.close()
 
     async def _close_spare(self) -> None:
@@ -237,7 +241,7 @@ class EpisodeRunner:
         scope = asyncio.timeout(timeout)
         try:
             async with scope:
-                run.episode = episode = await self._reset(run, None if timeout is None else scope.when())
+                run.episode = episode = await self._reset(run, agent, None if timeout is None else scope.when())
                 try:
                     async with run.sessions.acting():
                         await agent.run(episode)
@@ -257,11 +261,12 @@ class EpisodeRunner:
             if not run.episode.ended:
                 run.episode.finish(StopReason.TIMEOUT)
 
-    async def _reset(self, run: _Run, deadline: float | None) -> Episode:
+    async def _reset(self, run: _Run, agent: Agent, deadline: float | None) -> Episode:
         spec, config = run.spec, self._config
         name = spec.task.env or config.env.name
         run.env = await self._make(name, spec.task.env_config)
         self._hold(name, run.env)
+        run.env.guest_mounts = agent.sandbox_mounts()
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
         limits = EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length)
         return Episode(
@@ -298,7 +303,7 @@ class EpisodeRunner:
             env.add_tools(tools)
         for wrapper in self._config.env.wrappers if configured else ():
             env = wrap(env, wrapper.name, **wrapper.config)
-        env.count_tokens = self._renderer.count
+        env.count_tokens, env.sandboxes = self._renderer.count, self._sandboxes
         return env
 
     def _hold(self, name: str, env: Env) -> None:
@@ -325,8 +330,7 @@ class EpisodeRunner:
         return self._config.temperature if spec.temperature is None else spec.temperature
 
     async def _score(self, run: _Run) -> None:
-        episode = run.episode
-        if episode is None:
+        if (episode := run.episode) is None:
             return
         run.stop_reason = episode.stop_reason
         try:

@@ -14,7 +14,19 @@ import pytest
 import turnwise
 from turnwise.cli import main
 
-COMMANDS = ("train", "sft", "eval", "export", "serve", "gateway", "view", "audit", "check-env", "version")
+COMMANDS = (
+    "train",
+    "sft",
+    "eval",
+    "export",
+    "serve",
+    "gateway",
+    "view",
+    "audit",
+    "check-env",
+    "check-sandbox",
+    "version",
+)
 
 
 def run(*arguments: str) -> int:

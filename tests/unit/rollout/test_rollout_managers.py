@@ -11,7 +11,7 @@ import pytest
 from support.outside_manager import Dying, PlainManager
 from support.toy_renderer import ToyRenderer
 from turnwise.config import load_config
-from turnwise.errors import ConfigError, EnvError, TrainError, TurnwiseError
+from turnwise.errors import ConfigError, EnvError, SandboxUnavailable, TrainError, TurnwiseError
 from turnwise.evaluation import EvalPlan, evaluate
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout import RolloutConfig, RolloutManager, RolloutParts, RolloutProducer, RolloutRequest
@@ -299,3 +299,16 @@ def test_the_contract_alone_makes_no_manager() -> None:
 
     with pytest.raises(TypeError, match="abstract"):
         Half()  # type: ignore[abstract]
+
+
+async def test_a_run_whose_sandboxes_cannot_be_had_does_not_begin(tmp_path: Path) -> None:
+    renderer = ToyRenderer()
+    for sandbox, error, said in (
+        ({"name": "doker"}, ConfigError, "did you mean 'docker'"),
+        ({"name": "docker", "config": {"url": f"unix://{tmp_path}/none"}}, SandboxUnavailable, "no container engine"),
+    ):
+        asked = load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "sandbox": sandbox})
+        with pytest.raises(error, match=said):
+            await RolloutProducer.create(
+                asked, ScriptedClient(renderer, []), LocalReplayBuffer(), RolloutParts(renderer)
+            )

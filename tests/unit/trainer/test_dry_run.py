@@ -242,3 +242,22 @@ async def test_a_rollout_manager_from_elsewhere_is_looked_up(model: Path, tmp_pa
     ):
         changes = {"rollout": {**rollout, "agent_loop_manager_class": named}, "custom": custom}
         assert found in by_name(await dry_run(config(model, tmp_path, **changes)))["agent"]
+
+
+class Boxed(ToolEnv):
+    async def reset(self, task=None, *, seed=None):
+        sandbox = await self.open_sandbox()
+        return f"limits.pids is {sandbox.spec.limits.pids}", {}
+
+
+async def test_the_configured_sandboxes_are_tried(model: Path, tmp_path: Path) -> None:
+    for sandbox, found in (
+        ({"name": "doker"}, "failed: sandbox.name is 'doker'; did you mean 'docker'?"),
+        ({"config": {"isolaton": "auto"}}, "failed: sandbox.config of 'local': "),
+        ({"name": "docker", "config": {"url": f"unix://{tmp_path}/none.sock"}}, "failed: no container engine answers"),
+        ({"name": "support.fake_sandboxes:NotedBackend", "prewarm": 2}, "ok: support.fake_sandboxes:NotedBackend"),
+    ):
+        rollout = {"env": {"name": f"{__name__}:Boxed"}, "group_size": 4, "sandbox": sandbox}
+        checks = by_name(await dry_run(config(model, tmp_path, rollout=rollout)))
+        assert found in checks["sandboxes"]
+        assert checks["episodes"].partition(":")[0] == checks["sandboxes"].partition(":")[0]

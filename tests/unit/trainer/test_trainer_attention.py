@@ -177,6 +177,21 @@ def test_long_segments_are_batched_by_length() -> None:
     )
 
 
+def test_the_longest_segments_are_read_where_they_stand() -> None:
+    """From 96 tokens on none is padded to the length of another."""
+    segments: Segments = [(0, 120, -1), (120, 100, 0), (220, 96, 0), (316, 95, 0), (411, 90, 0), (501, 97, -1)]
+    layout = PackedLayout.of(segments, CPU)
+    assert [(bucket.shape, bucket.start) for bucket in layout.own_buckets] == [
+        ((1, 120), 0), ((1, 100), 120), ((1, 97), 501), ((1, 96), 220), ((2, 95), -1),
+    ]  # fmt: skip
+    mask, _ = visible(segments)
+    agree(
+        lambda q, k, v: shared_attention(q, k, v, layout, None),
+        lambda q, k, v: dense(q, k, v, mask, 8**-0.5),
+        inputs(layout.tokens),
+    )
+
+
 def test_padding_of_extreme_scores_has_no_gradient() -> None:
     """A padded query repeats the first one, whose score with a later key may be hundreds above its own denominator."""
     segments: Segments = [(0, 4, -1), (4, 3, -1)]

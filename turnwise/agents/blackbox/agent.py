@@ -1,14 +1,14 @@
 """A program as an agent: started beside its session, given the task, watched, and ended with all that it started.
 
 Owns: :class:`BlackBoxAgent`, and what the end of a program means for its episode. Refuses: recording (the gateway's
-sessions), running tools (the environment's), and keeping a program from what its user may do: it is no sandbox.
+sessions), running tools (the environment's), and keeping a program from what its user may do: that is done by a sandbox
+(``inside.py``), where it runs in one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import sys
@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.agents.blackbox.config import BlackBoxConfig, read_config, settled
+from turnwise.agents.blackbox.config import BlackBoxConfig, mounts_of, read_config, settled
+from turnwise.agents.blackbox.inside import InsideProgram, Quarters
+from turnwise.agents.blackbox.mounts import paths_within
 from turnwise.agents.blackbox.places import (
     API_KEY,
     PLACEHOLDERS,
     Places,
+    answer_at,
     check_arguments,
     environment,
     fill,
@@ -36,6 +39,7 @@ from turnwise.agents.core import Agent, Episode
 from turnwise.errors import AgentError, shown
 from turnwise.inference.canonical import clean
 from turnwise.inference.gateway.local import Door
+from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.types import StopReason
 
 How = Literal["ended", "timeout", "lingered"]
@@ -51,6 +55,15 @@ class _Acting:
     offered: OfferedTools | None
     values: dict[str, str]
     started: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a program is given: its command line, files by path, and what it reads."""
+
+    argv: list[str]
+    files: dict[str, str]
+    stdin: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,7 @@ class BlackBoxAgent(Agent):
         """
         self._config: BlackBoxConfig = read_config(config)
         self._recipe = settled(self._config)
+        self._mounts = mounts_of(self._config, self._recipe)
         most = self._config.max_concurrent
         self._slots = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
         self._tools = ToolServer()
@@ -96,17 +110,24 @@ class BlackBoxAgent(Agent):
 
         Raises:
             ProgramError: The program could not be started, was killed, or ended before it asked the model.
-            AgentError: Files or folders are wrong, or the program failed and ``nonzero_exit`` is ``error``.
+            AgentError: Files or folders are wrong, the program failed and ``nonzero_exit`` is ``error``, or there is
+                no sandbox for it to run in.
             EnvError: The environment failed while it answered a call.
+            SandboxError: The sandbox failed in which the program ran.
         """
         async with self._slots, contextlib.AsyncExitStack() as stack:
             door = await episode.door()
+            sandbox = self._sandbox_of(episode) if self._config.sandbox else None
             offered = None
             if self._config.tools and (episode.tools or self._config.reply):
-                offered = await self._tools.offer(episode, door, reply=self._config.reply)
+                listener = None if sandbox is None else await sandbox.listen()
+                offered = await self._tools.offer(episode, door, reply=self._config.reply, listener=listener)
                 stack.push_async_callback(self._tools.withdraw, offered)
-            acting = _Acting(episode, door, offered, self._values(episode, door, offered), time.monotonic())
-            if self._workers is not None:
+            url = door.url if sandbox is None else await door.answer_at(await sandbox.listen())
+            acting = _Acting(episode, door, offered, self._values(episode, url, offered), time.monotonic())
+            if sandbox is not None:
+                end = await self._in_sandbox(acting, sandbox)
+            elif self._workers is not None:
                 end = await self._serve(self._workers, acting)
             else:
                 end = await self._once(acting)
@@ -118,6 +139,10 @@ class BlackBoxAgent(Agent):
         if self._workers is not None:
             await self._workers.close()
         await self._tools.close()
+
+    def sandbox_mounts(self) -> tuple[Mount, ...]:
+        """What its program consists of, where that runs in a sandbox, and what ``mounts`` names."""
+        return self._mounts
 
     # -- one program for one episode
 
@@ -136,22 +161,15 @@ class BlackBoxAgent(Agent):
                 await asyncio.to_thread(places.remove)
 
     async def _in_places(self, acting: _Acting, places: Places, files: dict[str, str]) -> _End:
-        recipe, values = self._recipe, acting.values
-        values |= {"home": str(places.home), "work": str(places.work), "prompt_file": str(places.root / "prompt.txt")}
-        values["prompt"] = fill(recipe.prompt, values).strip()
-        offered = acting.offered is not None
-        own = {**recipe.files, **(recipe.tool_files if offered else {})}
-        written = {fill(name, values): fill(text, values) for name, text in own.items()}
-        places.write({**files, **written, values["prompt_file"]: values["prompt"]})
-        env = environment(recipe.dialect, places, values, recipe.env, self._config.pass_env)
+        home, root = str(places.home), places.root
+        given = self._given(acting, home=home, work=str(places.work), root=str(root))
+        places.write({**files, **given.files})
+        path = os.environ.get("PATH", os.defpath)
         if acting.offered is not None:
-            env["PATH"] = f"{places.install_tool(acting.offered.url)}{os.pathsep}{env['PATH']}"
-        argv = [*recipe.command, *(recipe.tool_arguments if offered else ())]
-        argv = [fill(each, values) for each in argv]
-        check_arguments(argv)
-        stdin = fill(recipe.stdin, values).encode()
+            path = f"{places.install_tool(acting.offered.url)}{os.pathsep}{path}"
+        env = self._environment(acting, str(root / "tmp"), path)
         most = self._config.output_bytes
-        program = await Program.start(argv, env=env, cwd=places.work, stdin=stdin, most_output=most)
+        program = await Program.start(given.argv, env=env, cwd=places.work, stdin=given.stdin, most_output=most)
         try:
             how = await self._watch(program.wait, acting)
         finally:
@@ -159,7 +177,60 @@ class BlackBoxAgent(Agent):
             if self._config.keep != "never":
                 outputs = {"stdout": left.stdout, "stderr": left.stderr}
                 places.write({str(places.root / name): output.text for name, output in outputs.items()})
-        return _End(how, left, self._result(places, left, values))
+
+        async def read(name: str) -> str | None:
+            try:
+                return (places.work / name).read_text(errors="replace")
+            except OSError:
+                return None
+
+        return _End(how, left, await answer_at(fill(self._recipe.result, acting.values), left.stdout.text, read))
+
+    async def _in_sandbox(self, acting: _Acting, sandbox: Sandbox) -> _End:
+        quarters = await Quarters.make(sandbox, self._config.workspace)
+        if not self._config.mount_program:
+            acting.values["python"] = "python3"
+        given = self._given(acting, home=quarters.home, work=quarters.work, root=quarters.root)
+        await quarters.write({**(acting.episode.info.get("files") or {}), **given.files})
+        path = os.pathsep.join([quarters.path, *paths_within(self._mounts)])
+        if acting.offered is not None:
+            path = f"{await quarters.install_tool(acting.offered.url)}:{path}"
+        env = self._environment(acting, f"{quarters.root}/tmp", path)
+        most = self._config.output_bytes
+        program = await InsideProgram.start(quarters, given.argv, env=env, stdin=given.stdin, most_output=most)
+        how: How | None = None
+        try:
+            how = await self._watch(program.wait, acting)
+        finally:
+            # Of one that was given up nobody reads what it wrote.
+            left = await program.end(collect=how == "ended")
+        where = fill(self._recipe.result, acting.values)
+        return _End(how, left, await answer_at(where, left.stdout.text, quarters.read))
+
+    def _given(self, acting: _Acting, *, home: str, work: str, root: str) -> _Given:
+        """Return what a program is given, with the folders that it has."""
+        recipe, values = self._recipe, acting.values
+        values |= {"home": home, "work": work, "prompt_file": f"{root}/prompt.txt"}
+        values["prompt"] = fill(recipe.prompt, values).strip()
+        offered = acting.offered is not None
+        own = {**recipe.files, **(recipe.tool_files if offered else {})}
+        written = {fill(name, values): fill(text, values) for name, text in own.items()}
+        argv = [fill(each, values) for each in (*recipe.command, *(recipe.tool_arguments if offered else ()))]
+        check_arguments(argv)
+        files = {**written, values["prompt_file"]: values["prompt"]}
+        return _Given(argv, files, fill(recipe.stdin, values).encode())
+
+    def _environment(self, acting: _Acting, temporary: str, path: str) -> dict[str, str]:
+        recipe, passed = self._recipe, self._config.pass_env
+        return environment(recipe.dialect, acting.values, recipe.env, passed, temporary=temporary, path=path)
+
+    def _sandbox_of(self, episode: Episode) -> Sandbox:
+        if episode.sandbox is None:
+            raise AgentError(
+                f"blackbox: the program is to run in a sandbox, and {type(episode.env).__qualname__} opened none in "
+                "its reset: choose an environment that works in one (swe, terminal), or leave 'sandbox' out"
+            )
+        return episode.sandbox
 
     async def _watch(self, wait: Callable[[], Awaitable[Any]], acting: _Acting) -> How:
         """Wait for the end of a program, as long as it may go on."""
@@ -203,7 +274,11 @@ class BlackBoxAgent(Agent):
         values |= {"home": str(places.home), "work": str(places.work), "python": sys.executable}
         try:
             places.write({fill(name, values): fill(text, values) for name, text in self._recipe.files.items()})
-            env = environment(self._recipe.dialect, places, values, self._recipe.env, self._config.pass_env)
+            env = environment(
+                *(self._recipe.dialect, values, self._recipe.env, self._config.pass_env),
+                temporary=str(places.root / "tmp"),
+                path=os.environ.get("PATH", os.defpath),
+            )
             argv = [fill(each, values) for each in self._recipe.command]
             most = self._config.output_bytes
             program = await Program.start(
@@ -260,34 +335,15 @@ class BlackBoxAgent(Agent):
             # The environment would go on, but nobody is there to hear it.
             episode.finish(StopReason.COMPLETED, final=final)
 
-    def _result(self, places: Places, left: Exit, values: dict[str, str]) -> str | None:
-        """Return the answer of a program that its recipe says where to find, or None."""
-        kind, _, where = fill(self._recipe.result, values).partition(":")
-        if kind == "message":
-            return None
-        if kind == "stdout":
-            return left.stdout.text
-        name, _, keys = where.rpartition("#") if kind == "json" else (where, "", "")
-        try:
-            text = left.stdout.text if name == "stdout" else (places.work / name).read_text(errors="replace")
-            if kind == "file":
-                return text
-            found = json.loads(text)
-            for key in keys.split("."):
-                found = found[int(key)] if isinstance(found, list) else found[key]
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-
-    def _values(self, episode: Episode, door: Door, offered: OfferedTools | None) -> dict[str, str]:
+    def _values(self, episode: Episode, url: str, offered: OfferedTools | None) -> dict[str, str]:
         return {
             **told_of(episode.observation),
             "tools": shell_tools(offered.schemas) if offered is not None else "",
             "model": self._config.model,
             "api_key": API_KEY,
-            "base_url": door.url,
-            "openai_base_url": f"{door.url}/v1",
-            "anthropic_base_url": door.url,
+            "base_url": url,
+            "openai_base_url": f"{url}/v1",
+            "anthropic_base_url": url,
             "tools_url": offered.url if offered is not None else "",
             "mcp_url": offered.mcp_url if offered is not None else "",
             "python": sys.executable,
@@ -302,7 +358,7 @@ class BlackBoxAgent(Agent):
             {
                 "blackbox/seconds": time.monotonic() - acting.started,
                 "blackbox/nonzero_exits": float(failed),
-                "blackbox/killed_processes": float(left.swept),
+                **({} if left.swept is None else {"blackbox/killed_processes": float(left.swept)}),
                 "blackbox/output_bytes": float(left.stdout.size + left.stderr.size),
                 "blackbox/lingered": float(end.how == "lingered"),
             }

@@ -17,9 +17,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from turnwise.agents.blackbox.mounts import read_mount, shown_for
 from turnwise.agents.blackbox.places import PLACEHOLDERS, fill, named
 from turnwise.agents.blackbox.recipes import Dialect, Recipe, recipe_of
 from turnwise.errors import AgentError, shown
+from turnwise.sandboxes.core import Mount
 from turnwise.tools.registry import nearest
 
 _RESULT = re.compile(r"message|stdout|file:.+|json:.+#.+")
@@ -58,6 +60,11 @@ class BlackBoxConfig(BaseModel):
         output_bytes: Bytes of each of its outputs that are kept: their beginning and their end.
         workers: Programs that stay and are given one episode after the other, over lines of JSON; 0 starts one for
             each episode.
+        sandbox: Whether it runs in the sandbox that the environment opened, where it reaches its session and nothing
+            else, rather than beside this process.
+        mount_program: Whether the program is shown there as it is installed here; False: it is looked for in the
+            sandbox's own system.
+        mounts: What else of this machine is seen there, read-only: ``HOST`` or ``HOST:INSIDE``.
         scratch: Where its folders are made; by default where the system keeps temporary files.
         keep: Whether they stay: ``never``, of ``failed`` episodes, or ``always``.
     """
@@ -85,6 +92,9 @@ class BlackBoxConfig(BaseModel):
     max_concurrent: Annotated[int, Field(gt=0)] | None = None
     output_bytes: Annotated[int, Field(ge=2)] = 65536
     workers: Annotated[int, Field(ge=0)] = 0
+    sandbox: bool = False
+    mount_program: bool = True
+    mounts: list[str] = Field(default_factory=list)
     scratch: Path | None = None
     keep: Literal["never", "failed", "always"] = "never"
 
@@ -122,7 +132,9 @@ def settled(config: BlackBoxConfig) -> Recipe:
         raise AgentError("blackbox: 'command' is missing: name the program and its arguments, or a recipe")
     if config.program is not None:
         command = (config.program, *command[1:])
-    command = (_found(command[0], {**base.env, **config.env}.get("PATH")), *command[1:], *config.arguments)
+    if not config.sandbox or config.mount_program:
+        command = (_found(command[0], {**base.env, **config.env}.get("PATH")), *command[1:])
+    command = (*command, *config.arguments)
     recipe = Recipe(
         command=command,
         dialect=config.dialect or base.dialect,
@@ -150,6 +162,13 @@ def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
     for key, folder in (("workspace", config.workspace), ("scratch", config.scratch)):
         if folder is not None and not folder.is_dir():
             raise AgentError(f"blackbox: {key} is {shown(str(folder))}, and there is no such folder")
+    if config.sandbox:
+        for key, said in (("workers", config.workers), ("scratch", config.scratch), ("keep", config.keep != "never")):
+            if said:
+                raise AgentError(f"blackbox: {key} is for programs beside this process: leave it out, or 'sandbox'")
+    elif config.mounts or not config.mount_program:
+        key = "mounts" if config.mounts else "mount_program"
+        raise AgentError(f"blackbox: {key} is for a program in a sandbox: say 'sandbox: true', or leave it out")
     missing = [name for name in config.pass_env if name not in os.environ]
     if missing:
         raise AgentError(f"blackbox: pass_env names {', '.join(missing)}, which this process does not have")
@@ -159,6 +178,22 @@ def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
             hint = nearest(name, list(PLACEHOLDERS))
             if hint:
                 raise AgentError(f"blackbox: there is no placeholder {{{name}}}{hint}")
+
+
+def mounts_of(config: BlackBoxConfig, recipe: Recipe) -> tuple[Mount, ...]:
+    """Return what a program needs to be seen of this machine in its sandbox.
+
+    Raises:
+        AgentError: What the configuration names is not there.
+    """
+    if not config.sandbox:
+        return ()
+    programs = []
+    if config.mount_program:
+        texts = (*recipe.command, recipe.prompt, recipe.stdin, *recipe.env.values(), *recipe.files.values())
+        programs = [recipe.command[0], *([sys.executable] if "python" in named(texts) else [])]
+    seen = dict.fromkeys(path for program in programs for path in shown_for(fill(program, {"python": sys.executable})))
+    return tuple(dict.fromkeys((*(Mount(path, str(path)) for path in seen), *map(read_mount, config.mounts))))
 
 
 def _found(program: str, path: str | None) -> str:

@@ -1,8 +1,8 @@
 """Where a program works, and what it is told of that.
 
 Owns: the placeholders of commands, files and variables (:func:`fill`, :data:`PLACEHOLDERS`), the folders of an episode
-(:class:`Places`), the environment of a program (:func:`environment`) and the text of tools for programs that call them
-from a shell. Refuses: starting anything.
+(:class:`Places`), the environment of a program (:func:`environment`), where its answer is (:func:`answer_at`) and the
+text of tools for programs that call them from a shell. Refuses: starting anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -112,6 +112,11 @@ def named(texts: Sequence[str]) -> set[str]:
     return {found[1] for text in texts for found in _PLACEHOLDER.finditer(text)}
 
 
+def tool_script(url: str) -> str:
+    """Return the program behind the command ``tool``."""
+    return _TOOL_SCRIPT.format(url=url)
+
+
 def told_of(observation: Sequence[Message]) -> dict[str, str]:
     """Return the texts of the beginning of a conversation, by placeholder."""
     system = [text_of(each) for each in observation if each["role"] in ("system", "developer")]
@@ -196,7 +201,7 @@ class Places:
         folder = self.root / "bin"
         folder.mkdir()
         script = folder / "tool.py"
-        script.write_text(_TOOL_SCRIPT.format(url=url))
+        script.write_text(tool_script(url))
         command = folder / "tool"
         command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(str(script))} "$@"\n')
         command.chmod(0o755)
@@ -217,22 +222,29 @@ class Places:
 
 
 def environment(
-    dialect: Dialect, places: Places, values: Mapping[str, str], own: Mapping[str, str], passed: Sequence[str]
+    dialect: Dialect,
+    values: Mapping[str, str],
+    own: Mapping[str, str],
+    passed: Sequence[str],
+    *,
+    temporary: str,
+    path: str,
 ) -> dict[str, str]:
     """Return all of a program's environment.
 
     Args:
         dialect: Which variables point it at its session.
-        places: Its folders.
-        values: Of placeholders.
+        values: Of placeholders, ``home`` among them.
         own: Further variables, which come before all others.
         passed: Names of variables of this process that it gets, too.
+        temporary: Its folder for temporary files.
+        path: Where programs are looked for.
     """
     found = {name: os.environ[name] for name in passed if name in os.environ}
     found |= {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "HOME": str(places.home),
-        "TMPDIR": str(places.root / "tmp"),
+        "PATH": path,
+        "HOME": values["home"],
+        "TMPDIR": temporary,
         "LANG": "C.UTF-8",
         "TERM": "dumb",
         "NO_COLOR": "1",
@@ -261,3 +273,29 @@ def check_arguments(argv: Sequence[str]) -> None:
                 f"an argument of {argv[0]} has {len(argument.encode())} bytes, more than the system takes "
                 f"({_MOST_ARGUMENT}): give the prompt as stdin: '{{prompt}}', or name {{prompt_file}}"
             )
+
+
+async def answer_at(where: str, stdout: str, read: Callable[[str], Awaitable[str | None]]) -> str | None:
+    """Return a program's answer, or None where it is not there, or is its last message.
+
+    Args:
+        where: ``message``, ``stdout``, ``file:PATH`` or ``json:PATH#a.b``.
+        stdout: What it wrote.
+        read: Returns what a file holds, or None.
+    """
+    kind, _, where = where.partition(":")
+    if kind == "message":
+        return None
+    if kind == "stdout":
+        return stdout
+    name, _, keys = where.rpartition("#") if kind == "json" else (where, "", "")
+    text = stdout if name == "stdout" else await read(name)
+    if kind == "file" or text is None:
+        return text
+    try:
+        found = json.loads(text)
+        for key in keys.split("."):
+            found = found[int(key)] if isinstance(found, list) else found[key]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

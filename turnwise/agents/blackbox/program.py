@@ -64,13 +64,13 @@ class Exit:
         status: Its exit status; negative where a signal ended it, None where it was ended from here.
         stdout: What it wrote.
         stderr: What it wrote there.
-        swept: How many processes of its tree were killed.
+        swept: How many processes of its tree were killed; None where nobody counts them, in a sandbox.
     """
 
     status: int | None
     stdout: Output
     stderr: Output
-    swept: int
+    swept: int | None
 
 
 class Program:

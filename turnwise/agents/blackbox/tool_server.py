@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ _REPLY = ToolSchema(
     },
 )
 _MOST_BODY = 4 * 2**20
+_MOST_CONNECTIONS = 32
+"""Of one episode's socket of its own; a further one is closed at once."""
 
 
 class EpisodeOver(Exception):
@@ -54,6 +57,7 @@ class OfferedTools:
         mcp_url: The address of the MCP server.
         over: Set when a call ended the episode, or could not be answered for the environment's own failure.
         failure: What it failed with, if it did.
+        listening: Where they are served at a socket of their own.
     """
 
     def __init__(self, episode: Episode, token: str, address: str, door: Door | None, *, reply: bool) -> None:
@@ -67,6 +71,7 @@ class OfferedTools:
         self._reply = reply
         self._told: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
+        self.listening: asyncio.Server | None = None
 
     async def call(self, name: str, arguments: Any, call_id: str = "") -> ToolResponse:
         """Answer a call.
@@ -157,21 +162,27 @@ class ToolServer:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
         self._offered: dict[str, OfferedTools] = {}
+        self._own: dict[str, web.Server] = {}
         self._server: web.Server | None = None
         self._listening: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
-    async def offer(self, episode: Episode, door: Door | None = None, *, reply: bool = False) -> OfferedTools:
+    async def offer(
+        self, episode: Episode, door: Door | None = None, *, reply: bool = False, listener: socket.socket | None = None
+    ) -> OfferedTools:
         """Offer the tools of an episode, until :meth:`withdraw`.
 
         Args:
             episode: Whose tools.
             door: Where its program talks to the model, if it does so here.
             reply: Whether there is a tool besides them by which the program speaks to the environment.
+            listener: A socket that they alone are served at, which is closed with them, instead of this server's.
 
         Raises:
             AgentError: No port can be bound.
         """
+        if listener is not None:
+            return await self._offer_at(listener, episode, door, reply=reply)
         async with self._starting:
             if self._listening is None:
                 await self._start()
@@ -181,10 +192,35 @@ class ToolServer:
         offered = self._offered[token] = OfferedTools(episode, token, address, door, reply=reply)
         return offered
 
+    async def _offer_at(
+        self, listener: socket.socket, episode: Episode, door: Door | None, *, reply: bool
+    ) -> OfferedTools:
+        token = secrets.token_urlsafe(32)
+        host, port = listener.getsockname()[:2]
+        offered = OfferedTools(episode, token, f"http://{host}:{port}", door, reply=reply)
+
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            return await self._answer(request, {token: offered})
+
+        listener.setblocking(False)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server = web.Server(answer, access_log=None)
+
+        def connected() -> asyncio.Protocol:
+            return server() if len(server.connections) < _MOST_CONNECTIONS else _Refusing()
+
+        offered.listening = await asyncio.get_running_loop().create_server(connected, sock=listener)
+        self._own[token] = server
+        return offered
+
     async def withdraw(self, offered: OfferedTools) -> None:
         """Answer no call of that episode any more."""
-        self._offered.pop(offered.url.rpartition("/")[2], None)
+        token = offered.url.rpartition("/")[2]
+        self._offered.pop(token, None)
         await offered.shut()
+        if offered.listening is not None:
+            offered.listening.close()
+            await self._own.pop(token).shutdown(1.0)
 
     async def close(self) -> None:
         """Stop listening. Closing twice is no error."""
@@ -200,10 +236,12 @@ class ToolServer:
         except OSError as error:
             raise AgentError(f"the tools of an environment cannot be served at {self._host}: {error}") from error
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.BaseRequest, known: Mapping[str, OfferedTools] | None = None
+    ) -> web.StreamResponse:
         kind, _, rest = request.path.removeprefix("/").partition("/")
         token, _, name = rest.partition("/")
-        offered = self._offered.get(token)
+        offered = (self._offered if known is None else known).get(token)
         if offered is None or kind not in ("tools", "mcp"):
             return _told(404, "no open episode has this address; it may have ended")
         if request.content_length is not None and request.content_length > _MOST_BODY:
@@ -243,6 +281,12 @@ class ToolServer:
         if not answers:
             return web.Response(status=202)
         return web.json_response(answers if isinstance(asked, list) else answers[0])
+
+
+class _Refusing(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
 
 
 async def _mcp_answer(offered: OfferedTools, asked: Any) -> Mapping[str, Any] | None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
-from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError
+from turnwise.errors import ConfigError, InferenceError, TurnwiseError
 from turnwise.inference.asgi import Application, Receive, Scope, Send
 from turnwise.inference.core import Renderer
 from turnwise.inference.gateway.addresses import Addressed, AddressForm, Place
 from turnwise.inference.gateway.app import GatewayApp
 from turnwise.inference.gateway.config import GatewayLimits
 from turnwise.inference.gateway.errors import ApiError
+from turnwise.inference.gateway.hatch import Hatch, server_options
 from turnwise.inference.gateway.holds import abilities_of
 from turnwise.inference.gateway.hosted import HostedApp
 from turnwise.inference.gateway.hosted_endpoint import Endpoint
@@ -34,10 +36,12 @@ class Door:
         url: Its base URL, which holds a token that cannot be guessed: ``ANTHROPIC_BASE_URL``, and with ``/v1`` behind
             it ``OPENAI_BASE_URL``. Any API key will do.
         entry: What the gateway holds of it.
+        gateway: Who serves it; None where that is another process.
     """
 
     url: str
     entry: GatewaySession
+    gateway: LocalGateway | None = None
 
     @property
     def failure(self) -> TurnwiseError | None:
@@ -45,6 +49,23 @@ class Door:
         failed. None once another one succeeds.
         """
         return self.entry.spent or self.entry.unrendered or self.entry.session.failure
+
+    async def answer_at(self, listener: socket.socket) -> str:
+        """Answer at another socket, too, until the door is shut: this session alone can be reached there.
+
+        Args:
+            listener: A socket that listens, such as one inside a sandbox; it is closed with the door.
+
+        Returns:
+            The session's base URL for who connects there.
+
+        Raises:
+            InferenceError: The session is recorded by another process.
+        """
+        if self.gateway is None:
+            listener.close()
+            raise InferenceError("a session that another process records can be reached at its own address only")
+        return await self.gateway.answer_at(self, listener)
 
     async def settled(self) -> None:
         """Wait until what became of the requests through this door is known here; where they are recorded, it is."""
@@ -103,8 +124,11 @@ class LocalGateway:
                 fixed=FIXED_SAMPLING,
             )
         )
+        # A hatch asks for its own session only, so that nothing there needs an address taken apart.
+        self._plain: Application = app
         self._app = Addressed(app)
         self._others: dict[str, Application] = {}
+        self._hatches: dict[str, list[Hatch]] = {}
         self._starting = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._stop = _nothing
@@ -157,12 +181,24 @@ class LocalGateway:
             raise InferenceError(error.message) from error
         place = place or Place(session.id, "0")
         self._app.before[entry.token] = self.form.before(place, entry.token)
-        return Door(self.form.url(place, entry.token, host=self._reached_at, port=self._port), entry)
+        return Door(self.form.url(place, entry.token, host=self._reached_at, port=self._port), entry, self)
+
+    async def answer_at(self, door: Door, listener: socket.socket) -> str:
+        """Answer an open door's session at another socket, too; see :meth:`Door.answer_at`."""
+        try:
+            hatch = await Hatch.open(self._plain, door.entry.token, listener, self._sessions.limits)
+        except BaseException:
+            listener.close()
+            raise
+        self._hatches.setdefault(door.entry.token, []).append(hatch)
+        return hatch.url
 
     async def shut(self, door: Door) -> None:
         """Shut a door: what is being sampled for who stands in it is cancelled when this returns."""
         self._app.before.pop(door.entry.token, None)
         await self._sessions.release(door.entry)
+        for hatch in self._hatches.pop(door.entry.token, ()):
+            hatch.close()
 
     @property
     def _reached_at(self) -> str:
@@ -178,30 +214,13 @@ class LocalGateway:
             await asyncio.gather(serving, return_exceptions=True)
 
     def _start(self) -> None:
-        try:
-            import uvicorn
-        except ImportError as error:
-            raise MissingExtraError("uvicorn", "serve", "a gateway") from error
-        from turnwise.inference.http_guard import guarded
         from turnwise.inference.http_process import bind, deaf_server
 
+        limits = self._sessions.limits
+        options = server_options(self._dispatch, limits, limits.connections)
         listener = bind(self._host, self._wanted)
         listener.listen(2048)
         self._port = listener.getsockname()[1]
-        limits = self._sessions.limits
-        options = uvicorn.Config(
-            self._dispatch,
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            http=guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds),
-            ws="none",
-            timeout_keep_alive=3600,
-            timeout_graceful_shutdown=1,
-            server_header=False,
-            date_header=False,
-        )
         server = deaf_server(options)
 
         def stop() -> None:

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from turnwise.agents.core import recorded_turns
+from turnwise.agents.recorded import recorded_turns
 from turnwise.errors import FormatError, TurnwiseError, shown
 from turnwise.inference.asgi import Receive, Scope, Send, answer_json, read_body
 from turnwise.inference.session import Session

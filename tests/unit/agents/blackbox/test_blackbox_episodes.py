@@ -133,12 +133,17 @@ async def test_an_answer_that_a_limit_cut_is_told_as_such() -> None:
 async def test_eight_at_once_and_never_more_than_said() -> None:
     live: set[str] = set()
     most = 0
+    several = asyncio.Event()
 
-    def by_turn(request: ScriptedRequest) -> Message:
+    async def by_turn(request: ScriptedRequest) -> Message:
         nonlocal most
         turn = request.text.count("<|im_start|>assistant") - 1
         live.add(request.session_id)
         most = max(most, len(live))
+        if most > 1:
+            several.set()
+        # Programs are quick: the first one waits for a second, else they might just come one after the other.
+        await several.wait()
         if turn == 2:
             live.discard(request.session_id)
         return LINES[turn]
