@@ -26,6 +26,8 @@ from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.task_checks import PromptLimit, check_specs, made_env, task_source
+from turnwise.sandboxes.config import SandboxConfig
+from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks import SourceReport, Task, load_mix, open_order
 from turnwise.tools.core import Tool
 from turnwise.tools.loading import Toolbox
@@ -103,9 +105,15 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     await checker.run("tasks", checker.tasks())
     if config.eval is not None:
         await checker.run("held-out tasks", checker.eval_tasks())
-    async with Toolbox(config.rollout.env.tools) as toolbox:
-        await checker.run("tools", checker.tools(toolbox))
-        await checker.run("episodes", checker.episodes())
+    sandboxes = SandboxManager(config.rollout.sandbox.model_copy(update={"prewarm": 0}))
+    try:
+        if config.rollout.sandbox != SandboxConfig():
+            await checker.run("sandboxes", _sandboxes(sandboxes))
+        async with Toolbox(config.rollout.env.tools) as toolbox:
+            await checker.run("tools", checker.tools(toolbox))
+            await checker.run("episodes", checker.episodes(sandboxes))
+    finally:
+        await sandboxes.close()
     await checker.run("agent", checker.agent())
     if config.rollout.env.wrappers:
         await checker.run("wrappers", checker.wrappers())
@@ -212,7 +220,7 @@ class _Checker:
         self._loaded = list(await toolbox.tools())
         return ", ".join(tool.name for tool in self._loaded) or "none beside the environment's own"
 
-    async def episodes(self) -> str:
+    async def episodes(self, sandboxes: SandboxManager) -> str:
         """Begin an episode of each first task: what the environment is made of and resets to is known then only."""
         if not self._first or self._loaded is None:
             raise _Wanting("want tasks" if self._loaded is not None else "want the configured tools")
@@ -220,6 +228,7 @@ class _Checker:
         most = 0
         for task in self._first:
             env = made_env(task, self._config.rollout)
+            env.sandboxes = sandboxes
             try:
                 most = max(most, await self._begin(env, task))
                 names |= dict.fromkeys(schema.name for schema in schemas(env))
@@ -272,6 +281,11 @@ class _Checker:
             return "none"
         GroupRewarder(config, write=None, save_messages=False, executor=None)
         return config.function
+
+
+async def _sandboxes(manager: SandboxManager) -> str:
+    found = await manager.probe()
+    return "; ".join((f"{manager.config.name}, held back by {found.isolation}", *found.notes))
 
 
 async def _adapters(path: Path, lora: LoRAConfig) -> str:

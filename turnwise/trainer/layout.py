@@ -21,6 +21,10 @@ from turnwise.errors import TrainError
 # Shorter segments join a bucket down to this share of its longest: less wastes calls, more wastes padding.
 _BUCKET_RATIO = 0.75
 
+# Own tokens of a segment from this length on are read where they stand: a call of its own costs less than copying them
+# and computing padding.
+_LONG_ALONE = 96
+
 Segments = Sequence[tuple[int, int, int]]
 _Ints = npt.NDArray[np.int64]
 
@@ -157,7 +161,7 @@ class PackedLayout:
         starts = np.asarray([start for start, _, _ in self.segments])
         lengths = np.asarray([length for _, length, _ in self.segments])
         buckets = []
-        for members in _similar([(length, 0) for length in lengths.tolist()]):
+        for members in _alone_if_long(_similar([(length, 0) for length in lengths.tolist()]), lengths):
             longest = int(lengths[members].max())
             offsets = np.arange(longest)[None, :]
             valid = (offsets < lengths[members][:, None]).ravel()
@@ -252,3 +256,13 @@ def _similar(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
                 continue
         groups.append([number])
     return groups
+
+
+def _alone_if_long(groups: Sequence[list[int]], lengths: _Ints) -> list[list[int]]:
+    """Take the long segments out of their groups."""
+    found: list[list[int]] = []
+    for members in groups:
+        found += [[number] for number in members if lengths[number] >= _LONG_ALONE]
+        if short := [number for number in members if lengths[number] < _LONG_ALONE]:
+            found.append(short)
+    return found

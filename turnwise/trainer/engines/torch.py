@@ -19,6 +19,7 @@ from torch import Tensor
 
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.inference.core import AdapterInfo
+from turnwise.trainer.allocator import keep_freed_memory
 from turnwise.trainer.config import PolicyConfig, ScheduleConfig
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.objectives import Objective
@@ -44,7 +45,7 @@ class TorchLearner(Learner):
     """
 
     def __init__(self, policy: Policy, config: PolicyConfig, total_steps: int) -> None:
-        """Make the optimizer of a policy.
+        """Make the optimizer of a policy; on a CPU, this process keeps freed memory from now on (``allocator.py``).
 
         Args:
             policy: The model.
@@ -65,6 +66,8 @@ class TorchLearner(Learner):
         self.total_steps = total_steps
         self._bad_steps = 0
         self._home = policy.device
+        if self._home.type == "cpu":
+            keep_freed_memory()
         self._away = False
 
     @classmethod

@@ -71,6 +71,18 @@ class Shown:
     curve: str
 
 
+def shown_of_pairs(title: str) -> Shown:
+    """Return what a person sees of a run on preferences."""
+    columns = {
+        "loss": "train/loss",
+        "accuracy": "preference/accuracy",
+        "margin": "preference/margin",
+        "grad": "train/grad_norm",
+        "tok/s": "time/tokens_per_s",
+    }
+    return Shown(title, columns, "preference/accuracy")
+
+
 def prepare(config: OfflineConfig) -> Path:
     """Return where the model will be.
 

@@ -21,7 +21,16 @@ from turnwise.trainer.learner import Learner
 from turnwise.trainer.losses import LossSums
 from turnwise.trainer.losses.preference import dpo_loss, ipo_loss, pair_sums, rpo_term
 from turnwise.trainer.offline.config import DPOConfig
-from turnwise.trainer.offline.core import Batch, OfflineResult, Shown, fit, prepare, save_model, shuffled, told
+from turnwise.trainer.offline.core import (
+    Batch,
+    OfflineResult,
+    fit,
+    prepare,
+    save_model,
+    shown_of_pairs,
+    shuffled,
+    told,
+)
 from turnwise.trainer.offline.preferences import (
     Pair,
     load_preferences,
@@ -33,18 +42,6 @@ from turnwise.trainer.offline.preferences import (
 from turnwise.trainer.offline.recorded import make_pairs, read_recorded
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.policy import TokenScores
-
-_SHOWN = Shown(
-    "dpo",
-    {
-        "loss": "train/loss",
-        "accuracy": "preference/accuracy",
-        "margin": "preference/margin",
-        "grad": "train/grad_norm",
-        "tok/s": "time/tokens_per_s",
-    },
-    "preference/accuracy",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,7 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
         return Batch(micro, PreferenceObjective(config, sides, reference[chosen]), float(len(chosen)), len(chosen))
 
     order = shuffled(len(pairs), config.pairs, config.seed)
-    metrics = fit(config, learner, steps, order, make, _SHOWN, console)
+    metrics = fit(config, learner, steps, order, make, shown_of_pairs("dpo"), console)
     save_model(learner, renderer, target)
     return OfflineResult(target, steps, metrics)
 

@@ -22,25 +22,22 @@ from turnwise.trainer.learner import Learner
 from turnwise.trainer.losses import LossSums
 from turnwise.trainer.losses.preference import bradley_terry_loss, pair_sums
 from turnwise.trainer.offline.config import RewardModelConfig
-from turnwise.trainer.offline.core import Batch, OfflineResult, Shown, fit, prepare, save_model, shuffled, told
+from turnwise.trainer.offline.core import (
+    Batch,
+    OfflineResult,
+    fit,
+    prepare,
+    save_model,
+    shown_of_pairs,
+    shuffled,
+    told,
+)
 from turnwise.trainer.offline.preferences import Pair, Preference, load_preferences, pack_pairs, token_sides
 from turnwise.trainer.offline.recorded import make_pairs, read_recorded, spoken
 from turnwise.trainer.offline.scoring import load_scoring
 from turnwise.trainer.packing import MicroBatch, TrainRow
 from turnwise.trainer.policy import TokenScores
 from turnwise.trajectory import TrainSample
-
-_SHOWN = Shown(
-    "reward model",
-    {
-        "loss": "train/loss",
-        "accuracy": "preference/accuracy",
-        "margin": "preference/margin",
-        "grad": "train/grad_norm",
-        "tok/s": "time/tokens_per_s",
-    },
-    "preference/accuracy",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +103,7 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
         return Batch(micro, objective, float(len(mine)), len(mine))
 
     order = shuffled(len(pairs), config.pairs, config.seed)
-    metrics = fit(config, learner, steps, order, make, _SHOWN, console)
+    metrics = fit(config, learner, steps, order, make, shown_of_pairs("reward model"), console)
     if held_out:
         right = accuracy(learner, held_out, config.max_tokens_per_micro_batch)
         metrics["preference/held_out_accuracy"] = right
