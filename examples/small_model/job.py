@@ -44,6 +44,8 @@ class Job:
         width: Of the model.
         layers: Of the model.
         warm: key=value for ``sft.yaml``.
+        env: How ``turnwise eval`` finds the environment, and its tasks in the same file; by default by its name.
+        words: A regular expression of what is data besides: the tokenizer merges nothing into it.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Job:
     width: int = 128
     layers: int = 4
     warm: tuple[str, ...] = ()
+    env: str | None = None
+    words: str | None = None
 
 
 def run(job: Job, description: str | None) -> int:
@@ -116,7 +120,7 @@ def warm_start(job: Job, directory: Path, seed: int, console: Console, given: Se
     data = directory / "demonstrations.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parameters = make_model(directory / "initial", rows, seed, width=job.width, layers=job.layers)
+    parameters = make_model(directory / "initial", rows, seed, width=job.width, layers=job.layers, words=job.words)
     console.print(f"{len(rows)} demonstrations, a model of {parameters:,} parameters", highlight=False)
     overrides = [
         "name=sft",
@@ -138,8 +142,9 @@ def report(job: Job, summary: TrainSummary) -> None:
     print(f"{summary.wall_s:.0f} s wall, {summary.cpu_s:.0f} CPU seconds over all processes")
     run_directory = summary.directory
     last = max(path.name for path in (run_directory / "checkpoints").iterdir())
-    tasks = f"turnwise.envs.{job.name}:tasks?split=test"
+    env = job.env or job.name
+    tasks = f"{env.rpartition(':')[0] or f'turnwise.envs.{job.name}'}:tasks?split=test"
     print(f"\neverything is in {run_directory}. What to try next:")
     print(f"  turnwise view {run_directory} -n 2              read what the model did, turn by turn")
     print(f"  turnwise audit {run_directory}                  prove that every token was recorded and trained exactly")
-    print(f"  turnwise eval {job.name} --model {run_directory}/checkpoints/{last} --tasks '{tasks}'")
+    print(f"  turnwise eval {env} --model {run_directory}/checkpoints/{last} --tasks '{tasks}'")

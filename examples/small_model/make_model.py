@@ -20,12 +20,21 @@ MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
 def make_model(
-    directory: Path, conversations: list[dict[str, Any]], seed: int, *, width: int = 128, layers: int = 4
+    directory: Path,
+    conversations: list[dict[str, Any]],
+    seed: int,
+    *,
+    width: int = 128,
+    layers: int = 4,
+    words: str | None = None,
 ) -> int:
-    """Write a new model to a directory in Hugging Face format; return its number of parameters."""
+    """Write a new model to a directory in Hugging Face format; return its number of parameters.
+
+    ``words`` is what stands alone for the tokenizer, as a regular expression, where it is not the words of the data.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     template = TEMPLATE.read_text()
-    tokenizer = train_tokenizer(rendered(conversations, template), values(conversations))
+    tokenizer = train_tokenizer(rendered(conversations, template), words or words_of(conversations))
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -76,8 +85,11 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def values(conversations: list[dict[str, Any]]) -> list[str]:
-    """Return the words that are data: arguments of calls and answers of tools. Numbers are none: digits stand alone."""
+def words_of(conversations: list[dict[str, Any]]) -> str:
+    """Return an expression for the words that are data: arguments of calls and answers of tools.
+
+    Numbers are none: digits stand alone.
+    """
     found = set()
     for conversation in conversations:
         for message in map(with_objects, conversation["messages"]):
@@ -86,20 +98,20 @@ def values(conversations: list[dict[str, Any]]) -> list[str]:
             )
             if message["role"] == "tool":
                 found.add(message["content"])
-    return sorted(word for word in found if not any(character.isdigit() for character in word))
+    data = sorted(word for word in found if not any(character.isdigit() for character in word))
+    return rf"\b(?:{'|'.join(map(re.escape, data))})\b" if data else ""
 
 
-def train_tokenizer(texts: Iterable[str], data: Iterable[str]) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], words: str) -> Tokenizer:
     """Train a byte-level BPE whose merges cross spaces and punctuation, so that fixed text is a few tokens.
 
-    Digits are never merged, and nothing is merged into the words of ``data``: the same name is the same token wherever
+    Digits are never merged, and nothing is merged into what ``words`` matches: the same name is the same token wherever
     it stands, so it can be copied from one place to another.
     """
     tokenizer = Tokenizer(models.BPE())
-    words = "|".join(map(re.escape, data))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *([pre_tokenizers.Split(Regex(rf"\b(?:{words})\b"), "isolated")] if words else []),
+            *([pre_tokenizers.Split(Regex(words), "isolated")] if words else []),
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
