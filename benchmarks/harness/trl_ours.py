@@ -26,7 +26,7 @@ def configuration(model: Path, directory: Path, steps: int, settings: Mapping[st
         "policies": {
             "main": {
                 "model": {"path": str(model), "device": "cpu", "threads": 1},
-                "optim": {"lr": settings["lr"], "betas": settings["betas"], "max_grad_norm": settings["max_grad_norm"]},
+                "optim": {name: settings[name] for name in ("lr", "betas", "eps", "max_grad_norm")},
                 "schedule": {"kind": "constant", "warmup_steps": settings["warmup_steps"]},
             }
         },

@@ -117,7 +117,7 @@ def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     # What optim="adamw_torch_fused" makes, but with the schedule of our side: TRL's warm-up would begin with a step of
     # rate 0, and from then on the policies, and with them the work of a step, would differ.
-    rates = {"lr": settings["lr"], "betas": tuple(settings["betas"]), "weight_decay": 0.0}
+    rates = {"lr": settings["lr"], "betas": tuple(settings["betas"]), "eps": settings["eps"], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(loaded.parameters(), **rates, fused=True)
     warmup = settings["warmup_steps"]
     notes = Notes()

@@ -1,0 +1,92 @@
+"""SWE-ReX's local deployment: a bash that lives on, written to through a terminal, nothing kept apart from the machine.
+
+Commands run in its session, as SWE-agent has them run (``run_in_session`` of a ``BashAction``), and by ``execute``,
+which is a process of its own for each; 32 deployments share one event loop. A start is that of the deployment and of
+its session. Its session takes so long that ``--quick`` opens 8 in the place of 32 and runs fewer commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+
+os.environ["SWE_REX_LOG_STREAM_LEVEL"] = "ERROR"
+import pexpect
+from swerex.deployment.local import LocalDeployment
+from swerex.runtime.abstract import BashAction, Command, CreateBashSessionRequest
+from timing import BOXES, COMMANDS, check, milliseconds, p50, sizes
+
+FAILED = [0]
+
+
+async def opened() -> LocalDeployment:
+    """Return a deployment with a session. One whose shell took longer than 0.3 s never answers, and is tried again."""
+    while True:
+        box = LocalDeployment(logger=logging.getLogger("quiet"))
+        await box.start()
+        try:
+            await box.runtime.create_session(CreateBashSessionRequest(startup_timeout=3))
+        except pexpect.TIMEOUT:
+            FAILED[0] += 1
+            await box.stop()
+        else:
+            return box
+
+
+async def run(box: LocalDeployment, command: str, way: str = "session") -> None:
+    if way == "session":
+        done = await box.runtime.run_in_session(BashAction(command=COMMANDS[command][0]))
+        check(command, done.exit_code, done.output)
+    else:
+        ended = await box.runtime.execute(Command(command=COMMANDS[command][0], shell=True))
+        check(command, ended.exit_code, ended.stdout)
+
+
+async def together(boxes: list[LocalDeployment], command: str, way: str, seconds: float) -> float:
+    """Return how many commands a second end, one at a time in each deployment."""
+    counts = [0] * len(boxes)
+    began = time.perf_counter()
+
+    async def work(at: int) -> None:
+        while time.perf_counter() - began < seconds:
+            await run(boxes[at], command, way)
+            counts[at] += 1
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(work(at) for at in range(len(boxes))))
+    return sum(counts) / (milliseconds(began) / 1000)
+
+
+async def main() -> None:
+    size, found, starts, firsts = sizes(), {}, [], []
+    # Each of its starts sleeps for 0.3 s: a few are enough to see that.
+    for _ in range(max(3, size.starts // 4)):
+        began = time.perf_counter()
+        box = await opened()
+        starts.append(milliseconds(began))
+        await run(box, "true")
+        firsts.append(milliseconds(began))
+        await box.stop()
+    found["start_ms"], found["first_exec_ms"] = p50(starts), p50(firsts)
+    quick = "--quick" in sys.argv
+    boxes = [await opened() for _ in range(8 if quick else BOXES)]
+    for way in ("session", "execute"):
+        for command in COMMANDS:
+            times = []
+            for _ in range(15 if quick else size.execs // 4):
+                began = time.perf_counter()
+                await run(boxes[0], command, way)
+                times.append(milliseconds(began))
+            found[f"{way} exec_p50_ms {command}"] = p50(times)
+            found[f"{way} execs_per_s_{BOXES} {command}"] = await together(boxes, command, way, size.seconds)
+    for each in boxes:
+        await each.stop()
+    print(json.dumps({**found, "failed_starts": float(FAILED[0])}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
