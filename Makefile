@@ -8,6 +8,7 @@ SEED ?= 0
 # Tests side by side. Those of `make test` wait for processes now and then: three of them keep two cores busy.
 JOBS ?= 3
 LONG_JOBS ?= 2
+REAL_JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.turnwise-installed
@@ -25,17 +26,21 @@ AGENTS_NPM ?= @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 AGENTS_NPM_DIR := .cache/npm
 OPENCODE ?= opencode-ai@1.18.33
 OPENCODE_DIR := .cache/opencode
-AGENTS ?= mini-swe-agent==2.4.6 mcp==2.3.0
+# SWE-ReX is a peer of benchmarks/sandbox.py, and so is mini-swe-agent.
+AGENTS ?= mini-swe-agent==2.4.6 mcp==2.3.0 swe-rex==1.4.0
 AGENTS_BIN := .venv-agents/bin
 CLIENTS ?= openai==3.52.0 anthropic==2.11.0 langchain-openai==1.7.3 langchain-anthropic==1.7.7 openai-agents==0.24.0
 CLIENTS_BIN := .venv-clients/bin
 AGENTS_STAMPS := $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
+# Programs that sandboxes are tested with, and what brings those that are missing on Debian and Ubuntu.
+SANDBOX_PROGRAMS := bwrap dockerd busybox git bash
+SANDBOX_PACKAGES := bubblewrap docker.io busybox-static git bash
 # Small tensors are slower with more threads, and the tests run side by side.
 TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 LIMIT_LONG := 2400
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-long test-real real-needs lint bench clean
+.PHONY: help setup train test test-long test-real real-needs sandbox-needs lint bench clean
 
 help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,9 +66,9 @@ test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a c
 	$(TESTING) tests -m "long and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --timeout $(LIMIT_LONG) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
-test-real: real-needs $(STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
+test-real: real-needs sandbox-needs $(STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
-	$(TESTING) tests -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
+	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
 
 # What no target installs is looked for before anything is built.
@@ -78,6 +83,18 @@ real-needs:
 		|| { echo "this user may make no network namespace (unshare --net), which make test-real keeps agents in:" \
 			"run it as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container" \
 			"--cap-add SYS_ADMIN)" >&2; exit 1; }
+
+# Only root starts dockerd. apt fetches as a user of its own, which may not be able to enter the folders that are used.
+sandbox-needs:
+	@PATH="$$PATH:/usr/sbin:/sbin"; missing=; \
+	for each in $(SANDBOX_PROGRAMS); do command -v $$each > /dev/null || missing="$$missing $$each"; done; \
+	test "$$(id -u)" = 0 || { echo "make test-real starts a container engine (dockerd), which only root can: run it as root" >&2; exit 1; }; \
+	test -z "$$missing" || { \
+		command -v apt-get > /dev/null || { echo "these programs are missing:$$missing: install them (Debian's packages are $(SANDBOX_PACKAGES))" >&2; exit 1; }; \
+		echo "installing $(SANDBOX_PACKAGES), for these programs are missing:$$missing"; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get -o APT::Sandbox::User=root update -qq \
+			&& apt-get -o APT::Sandbox::User=root install -y -qq --no-install-recommends $(SANDBOX_PACKAGES) > /dev/null; }
 
 # pip says at the end that vLLM misses torchvision, torchaudio and torchcodec: text needs none of them.
 $(VLLM_STAMP): .ci/vllm_requirements.py
@@ -128,7 +145,7 @@ $(PEERS_STAMP):
 	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS)
 	@touch $@
 
-bench: $(STAMP) $(PEERS_STAMP)  ## Run every benchmark in benchmarks/
+bench: $(STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed  ## Run every benchmark in benchmarks/
 	@set -e; for file in benchmarks/*.py; do \
 		test -e "$$file" || { echo "there is no benchmarks/*.py" >&2; exit 1; }; \
 		echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; \

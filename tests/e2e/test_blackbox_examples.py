@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.agents.registry import make_agent
 from turnwise.config import load_config
 from turnwise.envs.registration import env_class
 from turnwise.evaluation.config import EvalConfig
 from turnwise.rollout.task_checks import check_own
+from turnwise.sandboxes.core import Mount
 from turnwise.tasks import iter_tasks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -42,3 +44,18 @@ def test_its_evaluation_can_be_run(name: str, tmp_path: Path, monkeypatch: pytes
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     check_own(config.rollout)
+
+
+def test_its_evaluation_in_sandboxes_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(EvalConfig, EXAMPLES / "mini_swe_agent" / "sandbox.yaml", [f"model={tmp_path}"])
+    assert env_class(config.rollout.env.name).__name__ == "SweEnv"
+    assert config.tasks is not None
+    assert len(list(iter_tasks(config.tasks))) >= 20
+    program = tmp_path / "mini"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check_own(config.rollout)
+    agent = make_agent(config.rollout.agent.name, **config.rollout.agent.config)
+    # What it needs to see inside is known before a sandbox is there.
+    assert agent.sandbox_mounts() == (Mount(program, str(program)),)

@@ -16,6 +16,15 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file on one worker, and all that ask the one vLLM server."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            vllm = isinstance(item, pytest.Function) and {"vllm", "client", "checkpoint"} & set(item.fixturenames)
+            item.add_marker(pytest.mark.xdist_group("vllm" if vllm else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "vllm-checkpoint", train_checkpoint) / MODEL

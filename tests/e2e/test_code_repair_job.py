@@ -1,0 +1,44 @@
+"""A model from nothing learns to repair code in sandboxes: the example, cut short (whole: docs/code-agents.md)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.lookup_run import environment, lines
+from turnwise.rollout.audit import audit_files
+
+MAIN = Path(__file__).parents[2] / "examples" / "code_repair" / "main.py"
+STEPS = 9
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("code-repair")
+def test_it_learns_to_go_on_until_the_tests_pass(tmp_path: Path) -> None:
+    command = [sys.executable, str(MAIN), "--runs", str(tmp_path), "--name", "run", f"steps={STEPS}"]
+    # The rate of the whole example's first steps: it falls over the steps of a run.
+    command += ["policies.main.schedule.kind=constant", "eval.limit=100", "eval.samples=1", "checkpoint.every=100"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    figures = {
+        f"{part} {kind}": summary[part][kind]["success"]["mean"]
+        for part in ("before", "after")
+        for kind in ("sampled", "greedy")
+    }
+    print(f"{figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    assert figures["before sampled"] <= 0.4
+    assert figures["after sampled"] >= figures["before sampled"] + 0.25
+    trained = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
+    assert len(trained) == STEPS
+    assert all(each["batch/failed"] == 0 for each in trained)
+    # What the reward says is what the hidden tests said of the file that the model left.
+    rows = [each for each in lines(run / "trajectories.jsonl") if each["error"] is None]
+    assert {reward[1] for each in rows for reward in each["rewards"]} <= {"solved", "errors"}
+    assert audit_files(run).contradictions == []

@@ -1,0 +1,168 @@
+"""A program in a sandbox without a network reaches its session, and nothing else: not through its way out, either."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import pytest
+
+from support import other_user
+from support.black_boxes import PROGRAMS, running, spec
+from support.boxed_programs import BoxedLookup
+from support.caged_agents import ROOT
+from support.chat_models import renderer_for
+from support.docker_engine import PYTHON, engine
+from support.open_doors import OpenDoors
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.inference.session import Session, SessionLimits
+from turnwise.sandboxes.checker import check_sandbox
+from turnwise.sandboxes.config import SandboxConfig
+from turnwise.tasks import Task
+from turnwise.types import SamplingParams
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+ENV = "support.boxed_programs:BoxedLookup"
+SOURCE = (PROGRAMS / "reaching.py").read_text()
+CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Go."}]})
+NOTHING_ELSE = {
+    "asked": 200,
+    "ports": [],
+    "paths": [404] * 7,
+    "interfaces": ["lo"],
+    "listeners": [],
+    "names": False,
+    "datagrams": False,
+    "asked_again": 200,
+    "secrets": [],
+}
+"""What it reaches, but for its own session."""
+REWARD = json.dumps({"value": 1})
+
+
+def addresses() -> list[str]:
+    """Addresses by which this machine is reached from itself."""
+    found = ["127.0.0.1"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            any_socket.connect(("192.0.2.1", 9))
+            found.append(any_socket.getsockname()[0])
+        except OSError:
+            pass  # This machine has loopback alone.
+    return found
+
+
+async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
+    """Run the program that tries everything, while another session of the same gateway is open."""
+    BoxedLookup.answers.clear()
+    agent = {"command": "python3 reaching.py given.json", "sandbox": True, "mount_program": False}
+    agent |= {"tools": False, "result": "stdout", "files": {"reaching.py": SOURCE}}
+    renderer = renderer_for("qwen3")
+    other = Session(
+        *(ScriptedClient(renderer, lambda _: "No."), renderer),
+        id="other",
+        limits=SessionLimits(context_length=5000),
+        params=SamplingParams(),
+    )
+    async with (
+        asyncio.timeout(200),
+        running(lambda _: "Yes.", agent, env=ENV, sandbox=sandbox) as runner,
+    ):
+        door = await runner.gateway.open(other)
+        token, key = door.entry.token, door.entry.reward_key
+        with socket.create_server(("0.0.0.0", 0)) as beside:
+            ports = [beside.getsockname()[1], runner.gateway.port]
+            paths = [
+                ("POST", f"/s/{token}/v1/chat/completions", CHAT),
+                ("POST", "/v1/chat/completions", CHAT),
+                ("POST", "/sessions/other/rewards", REWARD),
+                ("POST", f"/s/{token}/sessions/other/rewards", REWARD),
+                ("POST", "/sessions/g%2f0.0/rewards", REWARD),
+                ("POST", "/sessions", "{}"),
+                ("GET", "/health", ""),
+            ]
+            given = json.dumps({"ports": ports, "hosts": addresses(), "key": key, "paths": paths})
+            outcome = await runner.run(spec(task=Task("t", "go", {"given.json": given})))
+        assert outcome.error is None, outcome.error
+        # Nobody but the environment said what the episode is worth.
+        assert {name for _, name, _ in outcome.trajectories[0].rewards} == {"score", "left"}
+        assert (door.entry.rewards, other.turns) == ([], 0)
+        assert outcome.trajectories[0].metrics["turns"] == 2
+        found: dict[str, Any] = json.loads(BoxedLookup.answers[0])
+        found["ports"] = [ports.index(each) for each in found["ports"]]
+        return found
+
+
+async def test_a_program_reaches_its_session_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_HOST", "s3cret")
+    found = await reached(SandboxConfig(config={"isolation": "bubblewrap"}))
+    # Of 300 connections that say nothing, some are taken, and none of them keeps the session from its answer.
+    assert 0 < found.pop("flooded") <= 300
+    assert found == NOTHING_ELSE
+
+
+async def test_all_attacks_are_held_back_of_sandboxes_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A host that is killed is a process of its own, which finds the class by its name.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    OpenDoors.opened = 0
+    config = SandboxConfig(name="support.open_doors:OpenDoors", config={"isolation": "bubblewrap"})
+    report = await check_sandbox(config, only=["attack:", "life: expose"])
+    assert report.ok, str(report)
+    assert {each.status for each in report.attacks} == {"held"}, str(report)
+    # One sandbox serves several attacks; each of them had a way out.
+    assert OpenDoors.opened >= 5
+
+
+async def test_it_is_the_missing_network_that_holds_it_back() -> None:
+    config = {"isolation": "bubblewrap", "_without": frozenset({"network"})}
+    found = await reached(SandboxConfig(config=config))
+    # The program reaches what this machine reaches; its way out still leads to its own session alone.
+    assert found["ports"] == [0, 1]
+    assert len(found["listeners"]) >= 2
+    assert found["paths"] == [404] * 7
+
+
+def test_the_same_holds_where_the_rollout_runs_as_a_plain_user() -> None:
+    if os.geteuid() != 0:
+        return  # It did, above.
+    home = tempfile.mkdtemp(dir="/var/tmp")
+    test = f"{__file__}::test_a_program_reaches_its_session_and_nothing_else"
+    arguments = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(ROOT),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+    ]
+    try:
+        done = subprocess.run(
+            [sys.executable, other_user.__file__, "5011", home, *arguments, f"--basetemp={home}/pytest", test],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+    finally:
+        shutil.rmtree(home)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "1 passed" in done.stdout
+
+
+async def test_it_is_so_in_a_container() -> None:
+    with engine() as running:
+        config = {"url": running.url, "image": PYTHON, "pull": "never"}
+        found = await reached(SandboxConfig(name="docker", config=config))
+    assert 0 < found.pop("flooded") <= 300
+    assert found == NOTHING_ELSE

@@ -1,0 +1,58 @@
+"""Local sandboxes each of which is let reach a session of a gateway, as those are in which programs run."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from support.chat_models import renderer_for
+from turnwise.inference.gateway.local import Door, LocalGateway
+from turnwise.inference.scripted import ScriptedClient
+from turnwise.inference.session import Session, SessionLimits
+from turnwise.sandboxes.core import Sandbox, SandboxSpec
+from turnwise.sandboxes.local import LocalBackend
+from turnwise.types import SamplingParams
+
+
+class OpenDoors(LocalBackend):
+    """As above.
+
+    Attributes:
+        opened: How many sandboxes have a way out, of all of these in this process.
+        door: Where it leads, once one has.
+    """
+
+    opened: ClassVar[int] = 0
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.door: Door | None = None
+        self._gateway = LocalGateway(renderer_for("qwen3"), context_length=4000)
+
+    def make(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = super().make(spec)
+        start = sandbox.start
+
+        async def start_and_open() -> None:
+            await start()
+            await self._open(sandbox)
+
+        sandbox.start = start_and_open  # type: ignore[method-assign]
+        return sandbox
+
+    async def close(self) -> None:
+        if self.door is not None:
+            # Whatever was tried inside, the model was not asked, and nobody said what the episode is worth.
+            assert (self.door.entry.session.turns, self.door.entry.rewards) == (0, [])
+            await self._gateway.shut(self.door)
+        await self._gateway.close()
+        await super().close()
+
+    async def _open(self, sandbox: Sandbox) -> None:
+        if self.door is None:
+            renderer = renderer_for("qwen3")
+            client = ScriptedClient(renderer, lambda _: "Yes.")
+            limits = SessionLimits(context_length=4000)
+            session = Session(client, renderer, id="attacked", limits=limits, params=SamplingParams())
+            self.door = await self._gateway.open(session)
+        await self.door.answer_at(await sandbox.listen())
+        OpenDoors.opened += 1
