@@ -132,7 +132,8 @@ async def test_a_server_that_starts_more_slowly_than_calls_may_take_is_connected
         async with asyncio.timeout(60):
             while (counted := await answer(runner, "count")).error == "timeout":
                 pass
-        assert counted.text == "1"
+        # A call that is answered too late for this machine has counted too: it is one server that counts on.
+        assert int(counted.text) >= 1
     assert not _children()
 
 
