@@ -32,6 +32,7 @@ from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import BatchRef, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.strategies import Arrival
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import HeldOrder, load_tasks
 from turnwise.trainer.algorithm import AlgorithmConfig
@@ -158,7 +159,7 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
         stack.callback(writer.close)
         batches = BatchWriter(directory / "batches.jsonl", part=0)
         stack.callback(batches.close)
-        buffer = LocalReplayBuffer(order="id")
+        buffer = LocalReplayBuffer(Arrival("id"))
         parts = RolloutParts(renderer, run_seed=0, write=writer.write)
         producer = await RolloutProducer.create(ROLLOUT, client, buffer, parts)
         stack.push_async_callback(producer.close)

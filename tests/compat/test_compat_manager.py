@@ -103,6 +103,6 @@ def test_it_trains(lookup_model: Path, tmp_path: Path) -> None:
     assert summary.after["sampled"]["success"]["episodes"] == 2
     steps = [record for record in lines(summary.directory / "metrics.jsonl") if record["kind"] == "train"]
     assert [record["batch/failed"] for record in steps] == [0, 0]
-    assert all(record["gap/max"] < 1e-4 for record in steps)
+    assert all(record["gap/max"] < 1e-4 for record in steps), [record["gap/max"] for record in steps]
     report = audit_run(summary.directory, console=silent())
     assert report.contradictions == []

@@ -6,10 +6,12 @@ happen in this process or on other machines.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+from urllib.parse import quote
 
 from pydantic import BaseModel
 
@@ -21,6 +23,9 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from turnwise.rollout.config import RolloutConfig
+
+# Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
+_ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,16 @@ class RolloutRequest:
     temperature: float | None = None
     tag: str = ""
     greedy_baseline: bool = False
+
+    @property
+    def key(self) -> str:
+        """Names what is asked for, the same in every process that works on a run: partition, task, epoch and tag."""
+        task_id, tag = (
+            _ESCAPED.sub(lambda found: quote(found.group(), safe="").replace("~", "%7E"), text)
+            for text in (self.task.id, self.tag)
+        )
+        name = f"{self.partition}-{task_id}-e{self.epoch}"
+        return f"{name}~{tag}" if tag else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +136,21 @@ class ReplayBuffer(ABC):
     @abstractmethod
     def fail(self, error: BaseException) -> None:
         """Make every waiting and later ``sample`` raise: the producer ended with this error."""
+
+    def expect(self, request: RolloutRequest, version: int) -> bool:
+        """Learn that a group was asked for, when the servers had this weight version: it is in flight until it is put.
+
+        Returns:
+            Whether it is here already (a process before this one finished it): then nobody need be asked for it.
+        """
+        del request, version
+        return False
+
+    def refill_by(self, refill: Callable[[int], None]) -> None:
+        """Set who asks for further groups to train. It is called with how many a waiting :meth:`sample` lacks that are
+        neither here nor in flight (some were dropped).
+        """
+        del refill
 
 
 class RolloutManager(ABC):

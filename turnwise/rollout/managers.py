@@ -332,6 +332,14 @@ class _CheckedBuffer(ReplayBuffer):
         """Make every waiting and later ``sample`` raise."""
         self._inner.fail(error)
 
+    def expect(self, request: RolloutRequest, version: int) -> bool:
+        """Learn that a group was asked for."""
+        return self._inner.expect(request, version)
+
+    def refill_by(self, refill: Callable[[int], None]) -> None:
+        """Set who asks for further groups."""
+        self._inner.refill_by(refill)
+
 
 def _members(group: Any) -> Iterator[Any]:
     if isinstance(group, TrajectoryGroup):

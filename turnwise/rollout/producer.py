@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
-from urllib.parse import quote
 
 from turnwise.errors import EnvError, InferenceError, RunnerLost, TurnwiseError
 from turnwise.inference.core import LLMClient, Renderer
@@ -25,9 +23,6 @@ from turnwise.seeding import stable_hash
 from turnwise.tools.threads import ToolThreads
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
-
-# Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
-_ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
 
 
 class RolloutProducer(RolloutManager):
@@ -174,12 +169,7 @@ class RolloutProducer(RolloutManager):
         return list(claimed)
 
     def _group_id(self, request: RolloutRequest) -> str:
-        task_id, tag = (
-            _ESCAPED.sub(lambda found: quote(found.group(), safe="").replace("~", "%7E"), text)
-            for text in (request.task.id, request.tag)
-        )
-        name = f"{self._parts.run_part}-{request.partition}-{task_id}-e{request.epoch}"
-        return f"{name}~{tag}" if tag else name
+        return f"{self._parts.run_part}-{request.key}"
 
     async def _produce(self, request: RolloutRequest, group_id: str, buffer: ReplayBuffer) -> None:
         try:

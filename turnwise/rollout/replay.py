@@ -1,20 +1,19 @@
 """The replay buffer of one process.
 
-Owns: :class:`LocalReplayBuffer`. Nothing polls: whoever waits is woken by the event it waits for. Refuses: staleness
-and filters, which belong to loops that need them.
+Owns: :class:`LocalReplayBuffer`. Nothing polls: whoever waits is woken by the event it waits for. Refuses:
+choosing groups (``strategies.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from turnwise.errors import TrainError, TurnwiseError
-from turnwise.rollout.core import BatchRef, ReplayBuffer
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
+from turnwise.rollout.strategies import Arrival, Flight, GroupFacts, Strategy
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 PARTITIONS = ("train", "val")
@@ -25,18 +24,31 @@ class LocalReplayBuffer(ReplayBuffer):
     """Keeps finished groups in memory, per partition, in the order in which they arrive.
 
     Args:
-        order: How the groups of one batch are ordered: ``arrival``, or ``id`` for an order that does not depend on
-            which episode ended first, so that a synchronous run is repeatable.
+        strategy: Chooses the groups of a batch; by default those that arrived first.
     """
 
-    def __init__(self, *, order: Literal["arrival", "id"] = "arrival") -> None:
-        self._order = order
-        self._waiting: dict[str, deque[TrajectoryGroup]] = {name: deque() for name in PARTITIONS}
+    def __init__(self, strategy: Strategy | None = None) -> None:
+        self._strategy = strategy or Arrival()
+        self._ready: dict[str, dict[str, tuple[GroupFacts, TrajectoryGroup]]] = {name: {} for name in PARTITIONS}
+        self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
         self._batches: dict[int, list[TrajectoryGroup]] = {}
         self._next_batch = 0
+        self._arrived = 0
+        self._refill: Callable[[int], None] | None = None
         self._error: BaseException | None = None
         # Set and replaced at every change: each waiter wakes once per change.
         self._changed = asyncio.Event()
+
+    def expect(self, request: RolloutRequest, version: int) -> bool:
+        """Learn that a group was asked for."""
+        self._partition(request.partition)
+        flight = Flight(request.key, request.task.id, request.partition, version)
+        self._flying[request.partition].append(flight)
+        return False
+
+    def refill_by(self, refill: Callable[[int], None]) -> None:
+        """Set who asks for further groups."""
+        self._refill = refill
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Take a finished group.
@@ -44,11 +56,20 @@ class LocalReplayBuffer(ReplayBuffer):
         Raises:
             TrainError: Its partition is unknown.
         """
-        self._partition(group.partition).append(group)
+        ready, flying = self._partition(group.partition), self._flying[group.partition]
+        # A manager from elsewhere names groups as it likes: what was asked for is told by the task.
+        flight = next((each for each in flying if each.task_id == group.task_id), None)
+        if flight is not None:
+            flying.remove(flight)
+        key = group.id if flight is None else flight.key
+        # It may give two of them one name, too.
+        name = group.id if group.id not in ready else f"{group.id}#{self._arrived}"
+        ready[name] = replace(facts_of(group, key, self._arrived), id=name), group
+        self._arrived += 1
         self._notify()
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
-        """Wait for and hand out the ``batch_size`` groups of a partition that arrived first.
+        """Wait for and hand out ``batch_size`` groups of a partition, as the strategy chooses.
 
         Returns:
             The batch, and ``replay/wait_s`` (seconds waited), ``replay/left`` (groups of the partition that remain),
@@ -60,25 +81,28 @@ class LocalReplayBuffer(ReplayBuffer):
         """
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
-        waiting = self._partition(partition_id)
+        ready = self._partition(partition_id)
         started = time.monotonic()
-        while self._error is None and len(waiting) < batch_size:
+        while True:
+            if self._error is not None:
+                raise self._raised(global_steps) from self._error
+            flying = self._flying[partition_id]
+            choice = self._strategy.choose([facts for facts, _ in ready.values()], flying, global_steps, batch_size)
+            for group_id, _ in choice.drop:
+                del ready[group_id]
+            if choice.take is not None:
+                break
+            missing = batch_size - len(ready) - len(flying)
+            if missing > 0 and self._refill is not None and partition_id == "train":
+                self._refill(missing)
             await self._changed.wait()
-        if self._error is not None:
-            if isinstance(self._error, TurnwiseError):
-                raise self._error
-            raise TrainError(
-                f"rollouts ended at step {global_steps}: {type(self._error).__name__}: {self._error}"
-            ) from self._error
-        groups = [waiting.popleft() for _ in range(batch_size)]
-        if self._order == "id":
-            groups.sort(key=lambda group: group.id)
+        groups = [ready.pop(group_id)[1] for group_id in choice.take]
         ref = BatchRef(self._next_batch, tuple(group.id for group in groups))
         self._next_batch += 1
         self._batches[ref.id] = groups
         return ref, {
             "replay/wait_s": time.monotonic() - started,
-            "replay/left": float(len(waiting)),
+            "replay/left": float(len(ready)),
             "replay/failed": float(sum(group.failed for group in groups)),
         }
 
@@ -120,14 +144,41 @@ class LocalReplayBuffer(ReplayBuffer):
             self._error = error
         self._notify()
 
-    def _partition(self, name: str) -> deque[TrajectoryGroup]:
-        if name not in self._waiting:
+    def _raised(self, step: int) -> TurnwiseError:
+        error = self._error
+        if isinstance(error, TurnwiseError):
+            return error
+        return TrainError(f"rollouts ended at step {step}: {type(error).__name__}: {error}")
+
+    def _partition(self, name: str) -> dict[str, tuple[GroupFacts, TrajectoryGroup]]:
+        if name not in self._ready:
             raise TrainError(f"partition is {name!r}; allowed: {', '.join(PARTITIONS)}")
-        return self._waiting[name]
+        return self._ready[name]
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
+    """Return what a strategy may know of a group."""
+    versions = [
+        version
+        for trajectory in group.trajectories
+        for segment in trajectory.segments
+        for version, _, _ in segment.weight_versions
+    ]
+    return GroupFacts(
+        id=group.id,
+        key=key,
+        task_id=group.task_id,
+        partition=group.partition,
+        arrived=arrived,
+        oldest_version=min(versions, default=None),
+        rewards=tuple(each.reward for each in group.trajectories if each.error is None),
+        failed=group.failed,
+        sampled_tokens=sum(each.sampled_tokens for each in group.trajectories),
+    )
 
 
 def _reduce(trajectory: Trajectory, fields: frozenset[str]) -> Trajectory:

@@ -25,13 +25,13 @@ from turnwise.evaluation.result import EvalResult
 from turnwise.evaluation.runner import evaluate, load_eval_tasks
 from turnwise.inference.core import Renderer, WeightManifest
 from turnwise.inference.fleet import Fleet
-from turnwise.inference.frozen import FrozenPolicies, load_renderers, open_frozen
-from turnwise.inference.ledger import Book, LedgerClient
+from turnwise.inference.frozen import load_renderers
 from turnwise.inference.renderer import save_format
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts
 from turnwise.rollout.managers import Rollouts, check_manager, create_manager
 from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.strategies import Arrival
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task
 from turnwise.trainer.budget import Budget
@@ -44,12 +44,14 @@ from turnwise.trainer.diagnostics.gap import Gaps
 from turnwise.trainer.diagnostics.report import Diagnostics
 from turnwise.trainer.distill import Teacher, check_teacher
 from turnwise.trainer.engines import open_learner
+from turnwise.trainer.feed import Feed
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
 from turnwise.trainer.reference import KLGuard
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest, cpu_seconds
 from turnwise.trainer.run_display import run_display
+from turnwise.trainer.servers import launch_servers
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -74,6 +76,7 @@ class TrainRun:
         fleet: The inference servers.
         buffer: Where finished groups wait.
         manager: Makes groups of tasks.
+        feed: Has tasks rolled out, and knows what is on its way.
         writer: How weights reach the servers.
         batches: Records what was trained.
         store: Checkpoints.
@@ -102,6 +105,7 @@ class TrainRun:
     fleet: Fleet
     buffer: ReplayBuffer
     manager: Rollouts
+    feed: Feed
     writer: WeightWriter
     batches: BatchWriter
     store: CheckpointStore
@@ -303,16 +307,15 @@ async def _assemble(
     config: TrainConfig, directory: Path, start: _Start, part: int, console: Console, stack: contextlib.AsyncExitStack
 ) -> TrainRun:
     """Open the files, start the servers and the producer; ``stack`` closes them in the opposite order."""
-    state, max_tokens = start.state, config.batch.max_tokens_per_row
+    state = start.state
     trajectories = TrajectoryWriter(directory / "trajectories.jsonl")
     stack.callback(trajectories.close)
-    batches = BatchWriter(directory / "batches.jsonl", part=part, after_step=state.step, max_tokens=max_tokens)
-    stack.callback(batches.close)
+    batches = _batches(directory, config, part, state, stack)
     metrics = stack.enter_context(contextlib.closing(JSONLLogger(directory / "metrics.jsonl")))
     diagnostics = stack.enter_context(contextlib.closing(Diagnostics(directory, config, start.renderer)))
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
-    servers = await _launch(config, directory, start.frozen, stack)
-    buffer = LocalReplayBuffer(order="id")
+    servers = await launch_servers(config, directory, start.frozen, stack)
+    buffer = LocalReplayBuffer(Arrival(order="id"))
     run: TrainRun
 
     def write(trajectory: Trajectory) -> None:
@@ -332,6 +335,7 @@ async def _assemble(
     )
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)
+    feed = Feed(config, start.tasks, manager, buffer, lambda: state.weight_version)
     budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
     display = stack.enter_context(run_display(config, budget, state.step, console))
     run = TrainRun(
@@ -346,6 +350,7 @@ async def _assemble(
         fleet=servers.fleet,
         buffer=buffer,
         manager=manager,
+        feed=feed,
         writer=writer,
         batches=batches,
         store=start.store,
@@ -361,34 +366,13 @@ async def _assemble(
     return run
 
 
-@dataclass(frozen=True, slots=True)
-class _Servers:
-    """Who samples."""
-
-    fleet: Fleet
-    client: LedgerClient
-    frozen: FrozenPolicies
-
-    async def recover(self, error: InferenceError) -> None:
-        """Wait until all servers run, after a request failed."""
-        await self.fleet.recover(error)
-        await self.frozen.recover(error)
-
-
-async def _launch(
-    config: TrainConfig, directory: Path, renderers: Mapping[str, Renderer], stack: contextlib.AsyncExitStack
-) -> _Servers:
-    """Start the servers, those of frozen policies included; every request to them is written down."""
-    model, logs = Path(config.policy.model.path), directory / "logs"
-    fleet = Fleet(config.inference, model, logs=logs)
-    stack.push_async_callback(fleet.close)
-    await fleet.launch()
-    book = Book(directory / "ledger.jsonl")
-    stack.callback(book.close)
-    frozen = await open_frozen(config.rollout.frozen, renderers, stack, start=model, logs=logs, book=book)
-    client = LedgerClient(fleet.client, book)
-    stack.push_async_callback(client.close)
-    return _Servers(fleet, client, frozen)
+def _batches(
+    directory: Path, config: TrainConfig, part: int, state: TrainerState, stack: contextlib.AsyncExitStack
+) -> BatchWriter:
+    cut = config.batch.max_tokens_per_row
+    batches = BatchWriter(directory / "batches.jsonl", part=part, after_step=state.step, max_tokens=cut)
+    stack.callback(batches.close)
+    return batches
 
 
 def _save_unsaved(run: TrainRun) -> None:

@@ -84,8 +84,7 @@ class Training:
         """
         size = group_size or self.config.rollout.group_size
         if tasks is None:
-            greedy = self.config.algorithm.greedy_baseline
-            requests = self.run.tasks.take(self.config.batch.groups, size, greedy_baseline=greedy)
+            requests = [replace(each, group_size=size) for each in self.run.feed.next(self.config.batch.groups)]
         else:
             # The number of the call stands in the ids: the same task may be asked for again in a step.
             self._asked += 1

@@ -7,6 +7,7 @@ import pytest
 
 from turnwise.errors import EngineDied, TrainError
 from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.strategies import Arrival
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 
@@ -40,7 +41,7 @@ async def test_sample_waits_for_enough_groups_of_its_partition() -> None:
 
 async def test_order_by_id_does_not_depend_on_arrival() -> None:
     for names in (["g2", "g1", "g3"], ["g3", "g2", "g1"]):
-        buffer = LocalReplayBuffer(order="id")
+        buffer = LocalReplayBuffer(Arrival("id"))
         for name in names:
             await buffer.put(group(name))
         ref, _ = await buffer.sample(1, "train", 3)

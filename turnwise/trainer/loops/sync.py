@@ -49,10 +49,8 @@ async def train_sync(run: TrainRun) -> None:
         TrainError: Every episode of a step failed.
         InferenceError: The inference server died twice.
     """
-    config = run.config
-    size, greedy = config.rollout.group_size, config.algorithm.greedy_baseline
     while not run.ended:
-        batch = await roll_out(run, run.tasks.take(config.batch.groups, size, greedy_baseline=greedy))
+        batch = await roll_out(run, run.feed.next(run.config.batch.groups))
         await train_on(run, batch)
         await finish_step(run)
 
@@ -66,12 +64,13 @@ async def roll_out(run: TrainRun, requests: Sequence[RolloutRequest]) -> Batch:
     started = time.monotonic()
     step = run.state.step + 1
     run.display.status(f"step {step}: rolling out")
-    run.manager.generate_sequences(requests)
+    run.feed.issue(requests)
     ref, metrics = await run.buffer.sample(step, "train", len(requests))
     # Only a function of the user's may want to read what was said.
     fields = ("tokens", "rewards", "metrics", *(("messages",) if run.config.algorithm.credit.custom else ()))
     groups = await run.buffer.fetch(ref, fields)
     await run.buffer.release(ref)
+    run.feed.done(groups)
     rolled_out = (each for group in groups for each in (*group.trajectories, *group.baselines))
     mine = [each for each in rolled_out if each.policy == TRAINED]
     run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))
