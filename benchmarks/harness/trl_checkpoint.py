@@ -67,7 +67,7 @@ def trl_template(name: str) -> Path:
 def _build(directory: Path, vocabulary: int, template: Path) -> None:
     sys.path[:0] = [str(EXAMPLE), str(SMALL_MODEL)]
     import torch
-    from make_model import rendered, values
+    from make_model import rendered, words_of
     from rich.console import Console
     from teacher import demonstrations
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -78,7 +78,7 @@ def _build(directory: Path, vocabulary: int, template: Path) -> None:
     rows = [{**row, "tools": TOOLS} for row in asyncio.run(demonstrations(DEMONSTRATIONS, 0))]
     data = directory / "demonstrations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = _tokenizer(rendered(rows, template.read_text()), values(rows), vocabulary)
+    tokenizer = _tokenizer(rendered(rows, template.read_text()), words_of(rows), vocabulary)
     initial = directory / "initial"
     initial.mkdir()
     tokenizer.save(str(initial / "tokenizer.json"))
@@ -101,7 +101,7 @@ def _build(directory: Path, vocabulary: int, template: Path) -> None:
     run_sft(SFTConfig.model_validate(given), console=Console(stderr=True, quiet=True))
 
 
-def _tokenizer(texts: list[str], data: list[str], vocabulary: int) -> Any:
+def _tokenizer(texts: list[str], words: str, vocabulary: int) -> Any:
     """Train a byte-level BPE whose merges cross spaces; digits and the words that are data stay apart."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -112,7 +112,7 @@ def _tokenizer(texts: list[str], data: list[str], vocabulary: int) -> Any:
         [
             # Training does not cut at special tokens by itself: merges across them would never be used.
             pre_tokenizers.Split(Regex("|".join(map(re.escape, special))), "isolated"),
-            pre_tokenizers.Split(Regex(rf"\b(?:{'|'.join(map(re.escape, data))})\b"), "isolated"),
+            pre_tokenizers.Split(Regex(words), "isolated"),
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
