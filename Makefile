@@ -40,7 +40,9 @@ TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN
 LIMIT_LONG := 2400
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-long test-real real-needs sandbox-needs lint bench clean
+# What failed last, alone and one after the other.
+AGAIN := tests --last-failed --last-failed-no-failures none -n 0
+.PHONY: help setup train test test-long test-real test-again test-long-again test-real-again real-needs sandbox-needs lint bench clean
 
 help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +72,17 @@ test-real: real-needs sandbox-needs $(STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## 
 	@mkdir -p .cache
 	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
+
+test-again: $(STAMP)
+	$(TESTING) $(AGAIN) -m "not long and not real and not gpu"
+
+test-long-again: $(STAMP)
+	$(TESTING) $(AGAIN) -m "long and not real and not gpu" --timeout $(LIMIT_LONG)
+
+test-real-again: $(STAMP)
+	$(BIN)/python .ci/no_skips.py .cache/real.xml skipped
+	$(TESTING) $(AGAIN) -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/again.xml
+	$(BIN)/python .ci/no_skips.py .cache/again.xml
 
 # What no target installs is looked for before anything is built.
 real-needs:
