@@ -320,8 +320,7 @@ async def _assemble(
 
     def write(trajectory: Trajectory) -> None:
         trajectories.write(trajectory)
-        if trajectory.error is not None:
-            run.last_error = trajectory.error
+        run.last_error = trajectory.error or run.last_error
 
     parts = RolloutParts(
         start.renderer,
