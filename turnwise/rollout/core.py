@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from turnwise.errors import InferenceError
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.frozen import FrozenPolicy
+from turnwise.rollout.strategies import GroupFacts
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -151,6 +152,10 @@ class ReplayBuffer(ABC):
         neither here nor in flight (some were dropped).
         """
         del refill
+
+    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+        """Set who is told of finished groups that will never be trained, and why. It is called in :meth:`sample`."""
+        del told
 
 
 class RolloutManager(ABC):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError, TurnwiseError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.strategies import Arrival, Flight, GroupFacts, Strategy
@@ -35,6 +37,7 @@ class LocalReplayBuffer(ReplayBuffer):
         self._next_batch = 0
         self._arrived = 0
         self._refill: Callable[[int], None] | None = None
+        self._told: Callable[[GroupFacts, str], None] | None = None
         self._error: BaseException | None = None
         # Set and replaced at every change: each waiter wakes once per change.
         self._changed = asyncio.Event()
@@ -49,6 +52,10 @@ class LocalReplayBuffer(ReplayBuffer):
     def refill_by(self, refill: Callable[[int], None]) -> None:
         """Set who asks for further groups."""
         self._refill = refill
+
+    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+        """Set who is told of groups that will never be trained."""
+        self._told = told
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Take a finished group.
@@ -73,7 +80,8 @@ class LocalReplayBuffer(ReplayBuffer):
 
         Returns:
             The batch, and ``replay/wait_s`` (seconds waited), ``replay/left`` (groups of the partition that remain),
-            ``replay/failed`` (members of the batch's groups that ended in an error).
+            ``replay/failed`` (members of the batch's groups that ended in an error) and ``replay/dropped/WHY`` (groups
+            that were dropped while it was waited for).
 
         Raises:
             TurnwiseError: What :meth:`fail` was given.
@@ -83,17 +91,21 @@ class LocalReplayBuffer(ReplayBuffer):
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
         ready = self._partition(partition_id)
         started = time.monotonic()
+        dropped: Counter[str] = Counter()
         while True:
             if self._error is not None:
                 raise self._raised(global_steps) from self._error
             flying = self._flying[partition_id]
             choice = self._strategy.choose([facts for facts, _ in ready.values()], flying, global_steps, batch_size)
-            for group_id, _ in choice.drop:
-                del ready[group_id]
+            for group_id, why in choice.drop:
+                facts, _ = ready.pop(group_id)
+                dropped[why] += 1
+                if self._told is not None:
+                    self._told(facts, why)
             if choice.take is not None:
                 break
             missing = batch_size - len(ready) - len(flying)
-            if missing > 0 and self._refill is not None and partition_id == "train":
+            if missing > 0 and choice.refill and self._refill is not None and partition_id == "train":
                 self._refill(missing)
             await self._changed.wait()
         groups = [ready.pop(group_id)[1] for group_id in choice.take]
@@ -104,6 +116,7 @@ class LocalReplayBuffer(ReplayBuffer):
             "replay/wait_s": time.monotonic() - started,
             "replay/left": float(len(ready)),
             "replay/failed": float(sum(group.failed for group in groups)),
+            **{f"replay/dropped/{why}": float(count) for why, count in dropped.items()},
         }
 
     async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
@@ -178,7 +191,26 @@ def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
         rewards=tuple(each.reward for each in group.trajectories if each.error is None),
         failed=group.failed,
         sampled_tokens=sum(each.sampled_tokens for each in group.trajectories),
+        spread=_spread(group),
     )
+
+
+def _spread(group: TrajectoryGroup) -> dict[str, float]:
+    """Return by reward how far the members lie apart; those of different roles are not compared."""
+    compared: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    for each in group.trajectories:
+        if each.error is None and each.policy == TRAINED:
+            earned: defaultdict[str, float] = defaultdict(float)
+            for _, name, value in each.rewards:
+                earned[name] += value
+            compared[each.group_id].append({**earned, "reward": each.reward})
+    names = {name for members in compared.values() for each in members for name in each}
+    spread = dict.fromkeys(sorted(names), 0.0)
+    for members in compared.values():
+        for name in names:
+            values = [each.get(name, 0.0) for each in members]
+            spread[name] = max(spread[name], max(values) - min(values))
+    return spread
 
 
 def _reduce(trajectory: Trajectory, fields: frozenset[str]) -> Trajectory:

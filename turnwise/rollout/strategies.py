@@ -8,8 +8,8 @@ keeping and journalling groups (``replay.py``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -28,6 +28,7 @@ class GroupFacts:
         failed: Members that ended in an error.
         sampled_tokens: Of all its members.
         uses: How many batches it was part of.
+        spread: How far what is compared with each other lies apart, by the name of a reward; ``reward`` is their sum.
     """
 
     id: str
@@ -40,6 +41,7 @@ class GroupFacts:
     failed: int = 0
     sampled_tokens: int = 0
     uses: int = 0
+    spread: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,12 @@ class Choice:
     Attributes:
         take: Ids of the groups of the batch, in order; None waits for the next change.
         drop: (id of a finished group, why) that will never be taken. It is counted under that name.
+        refill: Whether what a batch lacks may be asked for while this waits.
     """
 
     take: tuple[str, ...] | None = None
     drop: tuple[tuple[str, str], ...] = ()
+    refill: bool = True
 
 
 class Strategy(ABC):

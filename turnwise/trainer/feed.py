@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from turnwise.rollout.core import ReplayBuffer, RolloutRequest
 from turnwise.rollout.managers import Rollouts
+from turnwise.rollout.strategies import GroupFacts
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trajectory import TrajectoryGroup
@@ -44,6 +45,7 @@ class Feed:
         self._version = version
         self.outstanding: dict[str, RolloutRequest] = {}
         buffer.refill_by(lambda missing: self.issue(self.next(missing)))
+        buffer.drops_to(self._dropped)
 
     def next(self, groups: int) -> list[RolloutRequest]:
         """Return the requests of the next tasks; :meth:`issue` has them rolled out.
@@ -75,3 +77,7 @@ class Feed:
             found = next((key for key, each in self.outstanding.items() if each.task.id == group.task_id), None)
             if found is not None:
                 del self.outstanding[found]
+
+    def _dropped(self, facts: GroupFacts, why: str) -> None:
+        del why
+        self.outstanding.pop(facts.key, None)

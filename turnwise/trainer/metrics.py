@@ -51,6 +51,7 @@ METRICS: dict[str, str] = {
     "tools/error_rate_by/*": "the same of one tool; (unknown) are calls of tools that are not there",
     "replay/wait_s": "seconds that the trainer waited for rollouts",
     "replay/left": "finished groups that wait",
+    "replay/dropped/*": "finished groups that were dropped and never trained, by why",
     "replay/failed": "members of the batch's groups that an error ended",
     "train/loss": "loss, mean over the step's updates weighted by tokens",
     "train/tokens": "trained tokens, counted once per epoch",
