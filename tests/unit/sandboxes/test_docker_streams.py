@@ -129,6 +129,22 @@ def test_what_cannot_be_run_is_told(shell: list[str], tmp_path: Path) -> None:
     assert said(spawn_command("echo $PWD >&2", str(tmp_path), "word")) == f"word:ok\n{tmp_path}\n".encode()
 
 
+async def test_who_stops_waiting_for_output_just_as_it_comes_leaves_it_for_the_next() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        stream = Stream(ours, b"", lambda: None)
+        reading = asyncio.create_task(stream.pieces())
+        await asyncio.sleep(0)
+        theirs.sendall(frame(STDOUT, b"said"))
+        # The event loop sees both in one round: what came is there, and the waiting is given up.
+        asyncio.get_running_loop().call_later(0, reading.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        async with asyncio.timeout(5):
+            assert await stream.pieces() == [(STDOUT, b"said")]
+        stream.close()
+
+
 async def test_a_stream_that_is_closed_wakes_who_reads_it_and_then_lets_go() -> None:
     ours, theirs = socket.socketpair()
     released: list[bool] = []

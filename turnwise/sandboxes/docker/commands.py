@@ -21,7 +21,7 @@ from turnwise.sandboxes.docker.engine import Engine
 from turnwise.sandboxes.docker.streams import STDERR, Output, Stream
 
 _LAST_WORDS_S: Final = 1.0
-"""Seconds for what a command said before it was ended."""
+"""Seconds for what a command said before it ended, or was ended."""
 _SETTLE_S: Final = 10.0
 _LOOK_S: Final = 2.0
 """Seconds without a word of a command, after which the engine is asked whether it still runs; doubled each time."""
@@ -236,7 +236,7 @@ class Commands:
 
     async def _listen(self, running: Running, stream: Stream, out: Output, err: Output) -> None:
         """Take output until both ends were said, or nobody is left to say them."""
-        pause = _LOOK_S
+        pause, ended = _LOOK_S, False
         while out.end is None or err.end is None:
             try:
                 async with asyncio.timeout(pause) as quiet:
@@ -244,10 +244,12 @@ class Commands:
             except TimeoutError:
                 if not quiet.expired():
                     raise
-                # Whoever would have said the end may have been ended, while others hold its streams.
-                if await self.exit_code(running) is not None:
+                if ended:
                     return
-                pause = min(2 * pause, _MOST_LOOK_S)
+                # Whoever would have said the end may have been ended, while others hold its streams.
+                ended = await self.exit_code(running) is not None
+                # What ended just now may have said so, and that is still under way.
+                pause = _LAST_WORDS_S if ended else min(2 * pause, _MOST_LOOK_S)
                 continue
             if not pieces:
                 return

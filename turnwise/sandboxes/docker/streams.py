@@ -141,20 +141,35 @@ class Stream:
         """Wait for output, and return it with the stream that each piece is of; nothing where it has ended.
 
         A connection that breaks ends like one that is closed: whoever reads finds out what became of the command.
+        Whoever stops waiting loses nothing: the next call returns it.
         """
         while not self.ended:
             data, self._first = self._first, b""
             if not data:
-                with self._held():
-                    try:
-                        data = await asyncio.get_running_loop().sock_recv(self._socket, _PIECE)
-                    except OSError:
-                        data = b""
+                try:
+                    data = await self._receive()
+                except OSError:
+                    data = b""
             if not data:
                 self.ended = True
             elif pieces := self._demux.feed(data):
                 return pieces
         return []
+
+    async def _receive(self) -> bytes:
+        # Not `sock_recv`: what that has taken in is lost where the waiting is given up at the same moment.
+        loop = asyncio.get_running_loop()
+        with self._held():
+            while not self.ended:
+                with contextlib.suppress(BlockingIOError):
+                    return self._socket.recv(_PIECE)
+                readable = asyncio.Event()
+                loop.add_reader(self._socket, readable.set)
+                try:
+                    await readable.wait()
+                finally:
+                    loop.remove_reader(self._socket)
+        return b""
 
     async def write(self, data: bytes) -> None:
         """Send to the command's input.

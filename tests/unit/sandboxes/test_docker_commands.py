@@ -1,0 +1,71 @@
+"""How a command in a container is listened to. A fake stands for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnwise.sandboxes.docker import commands as attending
+from turnwise.sandboxes.docker.commands import Commands
+from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Output, Stream
+
+
+class Engine:
+    """An engine whose commands say nothing before somebody asks what became of them."""
+
+    def __init__(self, said: Callable[[bytes], bytes]) -> None:
+        self.ours, self.theirs = socket.socketpair()
+        self._said = said
+        self._asked = False
+
+    async def run(self, *_: Any, **__: Any) -> tuple[str, Stream]:
+        return "id", Stream(self.ours, b"", lambda: None)
+
+    async def call(self, request: Callable[[Any], Any], *_: Any, **__: Any) -> Any:
+        return request(self)
+
+    def exec_inspect(self, _: str) -> dict[str, Any]:
+        if not self._asked:
+            self._asked = True
+            self.theirs.sendall(self._said(self.theirs.recv(100, socket.MSG_DONTWAIT).strip()))
+        return {"Running": False, "ExitCode": 137}
+
+    def inspect_container(self, _: str) -> dict[str, Any]:
+        return {"State": {"Running": True}}
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attending, "_LOOK_S", 0.02)
+    monkeypatch.setattr(attending, "_LAST_WORDS_S", 0.2)
+
+
+def frame(stream: int, data: bytes) -> bytes:
+    return struct.pack(">BxxxL", stream, len(data)) + data
+
+
+async def run(engine: Engine) -> tuple[int | None, bytes]:
+    known: Any = engine
+    commands = Commands(known, "box", "1:1", {}, pids=10, keeps_files=True)
+    with engine.theirs:
+        async with asyncio.timeout(10):
+            code, out, _ = await commands.attend(
+                "ls", "/", lambda mark: (Output(mark), Output(mark)), env={}, timeout=None
+            )
+    return code, out.kept
+
+
+async def test_what_a_command_said_as_the_engine_was_asked_for_its_end_counts() -> None:
+    def words(mark: bytes) -> bytes:
+        return frame(STDOUT, b"bin\n" + mark + b":0\n") + frame(STDERR, mark + b":0\n")
+
+    assert await run(Engine(words)) == (0, b"bin\n")
+
+
+async def test_a_command_whose_end_nobody_is_left_to_say_has_ended_all_the_same() -> None:
+    assert await run(Engine(lambda _: frame(STDOUT, b"some"))) == (137, b"some")
