@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import quote
@@ -98,10 +98,13 @@ class BatchRef:
     Attributes:
         id: Names it in ``fetch`` and ``release``.
         group_ids: The groups in it, in order.
+        keys: What was asked for with each of them (:attr:`RolloutRequest.key`), in the same order; the group's id where
+            nobody asked. A buffer that does not know them leaves this empty: groups are then told by their task.
     """
 
     id: int
     group_ids: tuple[str, ...]
+    keys: tuple[str, ...] = ()
 
 
 class ReplayBuffer(ABC):
@@ -147,15 +150,22 @@ class ReplayBuffer(ABC):
         del request, version
         return False
 
-    def refill_by(self, refill: Callable[[int], None]) -> None:
+    def refill_by(self, refill: Callable[[int], bool]) -> None:
         """Set who asks for further groups to train. It is called with how many a waiting :meth:`sample` lacks that are
-        neither here nor in flight (some were dropped).
+        neither here nor in flight (some were dropped), and returns whether it asked for them: else the batch is so much
+        smaller.
         """
         del refill
 
     def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
         """Set who is told of finished groups that will never be trained, and why. It is called in :meth:`sample`."""
         del told
+
+    def discard(self, keys: Collection[str], why: str) -> None:
+        """Forget groups that were asked for: nobody waits for those in flight any more, and those that are here are
+        dropped. A buffer that does not override this keeps what is here, for a later batch.
+        """
+        del keys, why
 
 
 class RolloutManager(ABC):
@@ -181,6 +191,21 @@ class RolloutManager(ABC):
     @abstractmethod
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
         """Start rolling out and return at once. Finished groups arrive in the buffer."""
+
+    async def cancel(self, keys: Collection[str]) -> frozenset[str]:
+        """End groups before they are finished: their episodes end with ``StopReason.CANCELLED``, are written, and never
+        arrive in the buffer.
+
+        Args:
+            keys: What they were asked for by (:attr:`RolloutRequest.key`). Those that are finished or unknown are left
+                alone.
+
+        Returns:
+            The keys of the groups that were ended. A manager that does not override this ends none: all of them arrive
+            sooner or later, and wait in the buffer for a batch that may take them.
+        """
+        del keys
+        return frozenset()
 
     @abstractmethod
     async def close(self) -> None:

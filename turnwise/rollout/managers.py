@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, Self, TypeAlias
@@ -20,11 +20,12 @@ from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.references import load_class_from_fqn
+from turnwise.rollout.checked_buffer import CheckedBuffer
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory import TrajectoryGroup
 
 KEY = "rollout.agent_loop_manager_class"
 OnGroup: TypeAlias = Callable[[TrajectoryGroup], None]
@@ -48,6 +49,9 @@ class Rollouts(Protocol):
         self, requests: Sequence[RolloutRequest], on_group: OnGroup | None = None
     ) -> list[TrajectoryGroup]:
         """Roll out and return the groups in the order of the requests."""
+
+    async def cancel(self, keys: Collection[str]) -> frozenset[str]:
+        """End groups before they are finished; return which were."""
 
     async def close(self) -> None:
         """Cancel what runs and release everything."""
@@ -157,7 +161,7 @@ class OutsideManager(RolloutManager):
         found = check_manager(config, parts.custom)
         if reference is None or found is None:
             raise ConfigError(f"{KEY} is missing")
-        checked = _CheckedBuffer(buffer or LocalReplayBuffer(), parts.write)
+        checked = CheckedBuffer(buffer or LocalReplayBuffer(), parts.write)
         parts = replace(parts, write=checked.write, settings=_settings(found, reference, parts.custom))
         current = CurrentRollout(checked, parts)
         create: Callable[..., Any] = _attribute(found, "create")
@@ -249,6 +253,22 @@ class OutsideManager(RolloutManager):
                 on_group(group)
         return [found[request.task.id] for request in requests]
 
+    async def cancel(self, keys: Collection[str]) -> frozenset[str]:
+        """End groups before they are finished, where the manager can; return which were.
+
+        Raises:
+            TurnwiseError: It raised.
+        """
+        if not callable(_attribute(type(self._inner), "cancel")):
+            return frozenset()
+        try:
+            ended = self._inner.cancel(keys)
+            return frozenset((await ended if inspect.isawaitable(ended) else ended) or ())
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            raise TrainError(f"{self._name}.cancel raised {type(error).__name__}: {error}") from error
+
     async def close(self) -> None:
         """Close the manager, where it can be closed, and cancel what its ``generate_sequences`` started."""
         for task in self._started:
@@ -281,70 +301,6 @@ class OutsideManager(RolloutManager):
             failure = TrainError(f"{self._name}: a task that it started raised {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._current.buffer.fail(failure)
-
-
-class _CheckedBuffer(ReplayBuffer):
-    """A buffer that looks at what a manager from elsewhere puts into it, and writes what that did not write."""
-
-    def __init__(self, inner: ReplayBuffer, write: Callable[[Trajectory], None] | None) -> None:
-        self._inner = inner
-        self._write = write
-        # Only of groups that have not been put yet.
-        self._written: set[str] = set()
-
-    def write(self, trajectory: Trajectory) -> None:
-        """Write a trajectory, and remember that it is written."""
-        self._written.add(trajectory.id)
-        if self._write is not None:
-            self._write(trajectory)
-
-    async def put(self, group: TrajectoryGroup) -> None:
-        """Take a finished group.
-
-        Raises:
-            TrainError: It is none, or its trajectories are.
-        """
-        for value, kind in [(group, TrajectoryGroup), *((each, Trajectory) for each in _members(group))]:
-            if not isinstance(value, kind):
-                raise TrainError(
-                    f"the replay buffer was given {shown(value)} where a {kind.__name__} belongs: put TrajectoryGroups "
-                    "of Trajectories, whose segments a Session recorded"
-                )
-        for trajectory in _members(group):
-            if trajectory.id not in self._written:
-                self.write(trajectory)
-            self._written.discard(trajectory.id)
-        await self._inner.put(group)
-
-    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
-        """Wait for and hand out groups."""
-        return await self._inner.sample(global_steps, partition_id, batch_size)
-
-    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
-        """Return the groups of a batch."""
-        return await self._inner.fetch(ref, fields)
-
-    async def release(self, ref: BatchRef) -> None:
-        """Forget a batch."""
-        await self._inner.release(ref)
-
-    def fail(self, error: BaseException) -> None:
-        """Make every waiting and later ``sample`` raise."""
-        self._inner.fail(error)
-
-    def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Learn that a group was asked for."""
-        return self._inner.expect(request, version)
-
-    def refill_by(self, refill: Callable[[int], None]) -> None:
-        """Set who asks for further groups."""
-        self._inner.refill_by(refill)
-
-
-def _members(group: Any) -> Iterator[Any]:
-    if isinstance(group, TrajectoryGroup):
-        yield from group.trajectories
-        yield from group.baselines
 
 
 def _attribute(cls: type[Any], name: str) -> Any:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from turnwise.errors import EnvError, InferenceError, RunnerLost, TurnwiseError
@@ -23,6 +24,9 @@ from turnwise.seeding import stable_hash
 from turnwise.tools.threads import ToolThreads
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
+
+# How long a train step waits for the environments of what it cancelled: long enough for all that close at once.
+_CLOSING_S = 1.0
 
 
 class RolloutProducer(RolloutManager):
@@ -46,7 +50,7 @@ class RolloutProducer(RolloutManager):
         self._parts = parts
         self._threads = threads
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[str, asyncio.Task[None]] = {}
         self._given: set[str] = set()
 
     @classmethod
@@ -112,8 +116,8 @@ class RolloutProducer(RolloutManager):
             raise TurnwiseError("this producer was made without a buffer: use gather()")
         for request, group_id in zip(requests, self._claim(requests), strict=True):
             task = asyncio.create_task(self._produce(request, group_id, self._buffer))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._running[request.key] = task
+            task.add_done_callback(partial(self._ended, request.key))
 
     async def gather(
         self,
@@ -141,9 +145,21 @@ class RolloutProducer(RolloutManager):
             raise _first(errors) from errors
         return [group.result() for group in groups]
 
+    async def cancel(self, keys: Collection[str]) -> frozenset[str]:
+        """End groups before they are finished. What does not close its environment at once goes on doing so when this
+        has returned; ``rollout.close_timeout`` bounds it.
+        """
+        # In the order in which they were asked for, whatever order the keys have.
+        ended = {key: task for key, task in self._running.items() if key in keys}
+        for task in ended.values():
+            task.cancel()
+        if ended:
+            await asyncio.wait(ended.values(), timeout=_CLOSING_S)
+        return frozenset(key for key, task in ended.items() if not task.done() or task.cancelled())
+
     async def close(self) -> None:
         """Cancel what runs, wait until its environments are closed, and release the threads."""
-        running = list(self._running)
+        running = list(self._running.values())
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -152,6 +168,10 @@ class RolloutProducer(RolloutManager):
         await self._runner.close()
         # A thread that was lost to a time-out cannot be joined.
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _ended(self, key: str, task: asyncio.Task[None]) -> None:
+        del task
+        self._running.pop(key, None)
 
     def _claim(self, requests: Sequence[RolloutRequest]) -> list[str]:
         """Return the group ids of requests; either all are new and taken now, or none is."""

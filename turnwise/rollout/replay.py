@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from turnwise.agents.roles import TRAINED
@@ -36,8 +36,9 @@ class LocalReplayBuffer(ReplayBuffer):
         self._batches: dict[int, list[TrajectoryGroup]] = {}
         self._next_batch = 0
         self._arrived = 0
-        self._refill: Callable[[int], None] | None = None
+        self._refill: Callable[[int], bool] | None = None
         self._told: Callable[[GroupFacts, str], None] | None = None
+        self._dropped: Counter[str] = Counter()
         self._error: BaseException | None = None
         # Set and replaced at every change: each waiter wakes once per change.
         self._changed = asyncio.Event()
@@ -49,13 +50,21 @@ class LocalReplayBuffer(ReplayBuffer):
         self._flying[request.partition].append(flight)
         return False
 
-    def refill_by(self, refill: Callable[[int], None]) -> None:
+    def refill_by(self, refill: Callable[[int], bool]) -> None:
         """Set who asks for further groups."""
         self._refill = refill
 
     def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
         """Set who is told of groups that will never be trained."""
         self._told = told
+
+    def discard(self, keys: Collection[str], why: str) -> None:
+        """Forget groups that were asked for, in flight or here."""
+        for ready, flying in zip(self._ready.values(), self._flying.values(), strict=True):
+            flying[:] = [each for each in flying if each.key not in keys]
+            for facts in [facts for facts, _ in ready.values() if facts.key in keys]:
+                self._drop(facts.partition, facts.id, why)
+        self._notify()
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Take a finished group.
@@ -81,36 +90,37 @@ class LocalReplayBuffer(ReplayBuffer):
         Returns:
             The batch, and ``replay/wait_s`` (seconds waited), ``replay/left`` (groups of the partition that remain),
             ``replay/failed`` (members of the batch's groups that ended in an error) and ``replay/dropped/WHY`` (groups
-            that were dropped while it was waited for).
+            that were dropped since the batch before).
 
         Raises:
             TurnwiseError: What :meth:`fail` was given.
-            TrainError: An unknown partition or a batch size below 1.
+            TrainError: An unknown partition, a batch size below 1, or all groups were dropped and nobody asks for more.
         """
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
         ready = self._partition(partition_id)
         started = time.monotonic()
-        dropped: Counter[str] = Counter()
         while True:
             if self._error is not None:
                 raise self._raised(global_steps) from self._error
             flying = self._flying[partition_id]
             choice = self._strategy.choose([facts for facts, _ in ready.values()], flying, global_steps, batch_size)
             for group_id, why in choice.drop:
-                facts, _ = ready.pop(group_id)
-                dropped[why] += 1
-                if self._told is not None:
-                    self._told(facts, why)
+                self._drop(partition_id, group_id, why)
             if choice.take is not None:
                 break
             missing = batch_size - len(ready) - len(flying)
-            if missing > 0 and choice.refill and self._refill is not None and partition_id == "train":
-                self._refill(missing)
+            refill = self._refill if choice.refill and partition_id == "train" else None
+            if missing > 0 and refill is not None and not refill(missing):
+                batch_size = self._smaller(global_steps, batch_size - missing)
+                continue
             await self._changed.wait()
-        groups = [ready.pop(group_id)[1] for group_id in choice.take]
-        ref = BatchRef(self._next_batch, tuple(group.id for group in groups))
+        taken = [ready.pop(group_id) for group_id in choice.take]
+        groups = [group for _, group in taken]
+        keys, names = tuple(facts.key for facts, _ in taken), tuple(group.id for group in groups)
+        ref = BatchRef(self._next_batch, names, keys)
         self._next_batch += 1
+        dropped, self._dropped = self._dropped, Counter()
         self._batches[ref.id] = groups
         return ref, {
             "replay/wait_s": time.monotonic() - started,
@@ -156,6 +166,19 @@ class LocalReplayBuffer(ReplayBuffer):
         if self._error is None:
             self._error = error
         self._notify()
+
+    def _drop(self, partition: str, group_id: str, why: str) -> None:
+        facts, _ = self._ready[partition].pop(group_id)
+        self._dropped[why] += 1
+        if self._told is not None:
+            self._told(facts, why)
+
+    def _smaller(self, step: int, batch_size: int) -> int:
+        if batch_size < 1:
+            raise TrainError(
+                f"step {step}: all groups that were asked for were dropped ({', '.join(sorted(self._dropped))})"
+            )
+        return batch_size
 
     def _raised(self, step: int) -> TurnwiseError:
         error = self._error

@@ -6,14 +6,34 @@ and one that goes on asks for that again. Refuses: which finished groups are tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from turnwise.rollout.core import ReplayBuffer, RolloutRequest
+from turnwise.errors import CheckpointError, TaskError
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.managers import Rollouts
 from turnwise.rollout.strategies import GroupFacts
+from turnwise.tasks import Task
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A group that was asked for.
+
+    Attributes:
+        request: What was asked for.
+        version: The weight version of the servers then.
+        given: Whether the caller named the task: nobody else asks for it again.
+    """
+
+    request: RolloutRequest
+    version: int
+    given: bool = False
 
 
 class Feed:
@@ -43,41 +63,101 @@ class Feed:
         self._manager = manager
         self._buffer = buffer
         self._version = version
-        self.outstanding: dict[str, RolloutRequest] = {}
-        buffer.refill_by(lambda missing: self.issue(self.next(missing)))
+        self._again: deque[RolloutRequest] = deque()
+        self._given = False
+        self._group_size = config.rollout.group_size
+        self.outstanding: dict[str, Asked] = {}
+        buffer.refill_by(self._refill)
         buffer.drops_to(self._dropped)
 
-    def next(self, groups: int) -> list[RolloutRequest]:
-        """Return the requests of the next tasks; :meth:`issue` has them rolled out.
+    def next(self, groups: int, *, group_size: int | None = None) -> list[RolloutRequest]:
+        """Return the requests of the next tasks; :meth:`issue` has them rolled out. What a process before this one had
+        asked for comes first.
 
         Raises:
             TaskError: A row that was reached cannot be read.
         """
-        size, greedy = self._config.rollout.group_size, self._config.algorithm.greedy_baseline
-        return self._tasks.take(groups, size, greedy_baseline=greedy)
+        size, greedy = group_size or self._config.rollout.group_size, self._config.algorithm.greedy_baseline
+        again = [self._again.popleft() for _ in range(min(groups, len(self._again)))]
+        return [*again, *self._tasks.take(groups - len(again), size, greedy_baseline=greedy)]
 
-    def issue(self, requests: Sequence[RolloutRequest]) -> None:
-        """Have tasks rolled out; those whose groups an earlier process finished are not asked for again."""
-        for request in requests:
-            self.outstanding[request.key] = request
+    def issue(self, requests: Sequence[RolloutRequest], *, given: bool = False) -> None:
+        """Have tasks rolled out; those whose groups an earlier process finished are not asked for again.
+
+        Args:
+            requests: What to ask for.
+            given: Whether the caller chose the tasks: those of them whose groups are dropped are then not replaced by
+                the next ones of the run's order, and no checkpoint holds them.
+        """
         version = self._version()
+        self._given = given
+        for request in requests:
+            self.outstanding[request.key] = Asked(request, version, given)
+            self._group_size = request.group_size
         asked = [each for each in requests if not self._buffer.expect(each, version)]
         if asked:
             self._manager.generate_sequences(asked)
 
-    def top_up(self, groups: int) -> None:
+    def top_up(self, groups: int, *, group_size: int | None = None) -> None:
         """Ask for as many groups as are missing to so many outstanding ones."""
+        self._given = False
         missing = groups - len(self.outstanding)
         if missing > 0:
-            self.issue(self.next(missing))
+            self.issue(self.next(missing, group_size=group_size))
 
-    def done(self, groups: Iterable[TrajectoryGroup]) -> None:
-        """Forget what was asked for: these groups are trained, or will never be."""
+    def done(self, ref: BatchRef, groups: Sequence[TrajectoryGroup]) -> None:
+        """Forget what a batch was asked for by: it is trained, or nothing is saved until it is. A process that goes on
+        from a checkpoint asks again for what was outstanding.
+        """
+        if ref.keys:
+            for key in ref.keys:
+                self.outstanding.pop(key, None)
+            return
         for group in groups:
-            found = next((key for key, each in self.outstanding.items() if each.task.id == group.task_id), None)
+            tasks = ((key, each.request.task.id) for key, each in self.outstanding.items())
+            found = next((key for key, task_id in tasks if task_id == group.task_id), None)
             if found is not None:
                 del self.outstanding[found]
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what is on its way, as JSON values.
+
+        It belongs to the state of the order of tasks at the same moment: what is in neither would be lost, and what is
+        in both asked for twice.
+        """
+        asked = [each.request for each in self.outstanding.values() if not each.given]
+        return [_record(each) for each in (*asked, *self._again)]
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state: :meth:`next` returns what was on its way before it takes further tasks.
+
+        Raises:
+            CheckpointError: The state is malformed.
+        """
+        self._again = deque(_request(record) for record in state)
 
     def _dropped(self, facts: GroupFacts, why: str) -> None:
         del why
         self.outstanding.pop(facts.key, None)
+
+    def _refill(self, missing: int) -> bool:
+        if not self._given:
+            self.issue(self.next(missing, group_size=self._group_size))
+        return not self._given
+
+
+def _record(request: RolloutRequest) -> dict[str, Any]:
+    about = {name: value for name, value in asdict(replace(request, task=_NOBODY)).items() if name != "task"}
+    return {"task": request.task.to_record(), "source": request.task.source, **about}
+
+
+def _request(record: Mapping[str, Any]) -> RolloutRequest:
+    try:
+        about = {name: value for name, value in record.items() if name not in ("task", "source")}
+        task = replace(Task.from_record(record["task"]), source=record["source"])
+        return RolloutRequest(task, **about)
+    except (KeyError, TypeError, AttributeError, TaskError) as error:
+        raise CheckpointError(f"a group in flight is malformed in the checkpoint: {error!r}") from error
+
+
+_NOBODY = Task("", "")

@@ -84,7 +84,7 @@ class Training:
         """
         size = group_size or self.config.rollout.group_size
         if tasks is None:
-            requests = [replace(each, group_size=size) for each in self.run.feed.next(self.config.batch.groups)]
+            requests = self.run.feed.next(self.config.batch.groups, group_size=size)
         else:
             # The number of the call stands in the ids: the same task may be asked for again in a step.
             self._asked += 1
@@ -94,7 +94,7 @@ class Training:
             requests = [RolloutRequest(task, epoch, size, tag=tag, greedy_baseline=greedy) for task in tasks]
         if not requests:
             raise TrainError(f"step {self.step + 1}: rollouts() was given no task")
-        earlier, self._open = self._open, await roll_out(self.run, requests)
+        earlier, self._open = self._open, await roll_out(self.run, requests, given=tasks is not None)
         groups = list(self._open.groups)
         if earlier is not None:
             # One step learns from both: its rollout began when the first one did.

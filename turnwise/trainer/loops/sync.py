@@ -55,22 +55,28 @@ async def train_sync(run: TrainRun) -> None:
         await finish_step(run)
 
 
-async def roll_out(run: TrainRun, requests: Sequence[RolloutRequest]) -> Batch:
+async def roll_out(run: TrainRun, requests: Sequence[RolloutRequest], *, given: bool = False) -> Batch:
     """Have groups rolled out and wait for them.
 
+    Args:
+        run: The run.
+        requests: What to roll out.
+        given: Whether the caller chose the tasks: a group that is dropped is then not replaced by another one.
+
     Raises:
+        TrainError: All of them were dropped, and ``given``.
         InferenceError: The inference server died twice.
     """
     started = time.monotonic()
     step = run.state.step + 1
     run.display.status(f"step {step}: rolling out")
-    run.feed.issue(requests)
+    run.feed.issue(requests, given=given)
     ref, metrics = await run.buffer.sample(step, "train", len(requests))
     # Only a function of the user's may want to read what was said.
     fields = ("tokens", "rewards", "metrics", *(("messages",) if run.config.algorithm.credit.custom else ()))
     groups = await run.buffer.fetch(ref, fields)
     await run.buffer.release(ref)
-    run.feed.done(groups)
+    run.feed.done(ref, groups)
     rolled_out = (each for group in groups for each in (*group.trajectories, *group.baselines))
     mine = [each for each in rolled_out if each.policy == TRAINED]
     run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))

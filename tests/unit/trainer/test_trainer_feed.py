@@ -1,0 +1,137 @@
+"""A run knows what is on its way, and one that goes on asks for that first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from turnwise.errors import CheckpointError
+from turnwise.rollout.config import RolloutConfig, SpecConfig
+from turnwise.rollout.core import RolloutRequest
+from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.strategies import Choice, Strategy
+from turnwise.tasks import Task
+from turnwise.tasks.order import HeldOrder
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.data import TaskStream
+from turnwise.trainer.feed import Feed
+from turnwise.trajectory import TrajectoryGroup
+from turnwise.types import ToolCall
+
+
+class Asked:
+    """A rollout manager that only notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.requests: list[RolloutRequest] = []
+
+    def generate_sequences(self, requests) -> None:
+        self.requests += requests
+
+    def group(self, number: int) -> TrajectoryGroup:
+        request = self.requests[number]
+        return TrajectoryGroup(f"0-{request.key}", request.task.id, [], request.partition)
+
+
+class Picky(Strategy):
+    """Drops the groups of some tasks."""
+
+    def __init__(self, *tasks: str) -> None:
+        self.tasks = tasks
+
+    def choose(self, ready, flying, step, batch_size):
+        bad = tuple((each.id, "picky") for each in ready if each.task_id in self.tasks)
+        good = [each.id for each in ready if each.task_id not in self.tasks]
+        return Choice(tuple(good[:batch_size]) if len(good) >= batch_size else None, bad)
+
+
+CALL = ToolCall("c", "look", {"at": 3}, '{"at": 3}')
+PROMPT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+TASKS = [
+    Task("t0", "zero", {"x": 1}, env="other", env_config={"depth": 2}, source="first"),
+    Task("t1", PROMPT),
+    *(Task(f"t{n}", str(n)) for n in range(2, 6)),
+]
+
+
+def feed(strategy: Strategy | None = None, state=None, **changes) -> tuple[Feed, Asked, LocalReplayBuffer, TaskStream]:
+    rollout = RolloutConfig(env=SpecConfig(name="lookup"), group_size=4)
+    config = TrainConfig.model_validate({
+        "name": "x", "steps": 1, "policies": {"main": {"model": {"path": Path("m")}}}, "rollout": rollout, **changes,
+    })  # fmt: skip
+    asked, buffer = Asked(), LocalReplayBuffer(strategy)
+    stream = TaskStream(HeldOrder(TASKS, shuffle=False, state=state))
+    return Feed(config, stream, asked, buffer, lambda: 0), asked, buffer, stream
+
+
+async def test_what_is_on_its_way_survives_as_json_and_is_asked_for_first() -> None:
+    first, asked, buffer, stream = feed(algorithm={"advantage": "remax"})
+    first.top_up(3)
+    await buffer.put(asked.group(1))
+    ref, _ = await buffer.sample(1, "train", 1)
+    first.done(ref, await buffer.fetch(ref))
+    assert [each.request.task.id for each in first.outstanding.values()] == ["t0", "t2"]
+    state, order = json.loads(json.dumps([first.state(), stream.state()]))
+
+    second, later, *_ = feed(state=order, algorithm={"advantage": "remax"})
+    second.restore(state)
+    assert second.state() == state, "what has not been asked for yet is on its way, too"
+    second.top_up(4)
+    assert later.requests[:2] == [asked.requests[0], asked.requests[2]]
+    assert later.requests[0].task.source == "first"
+    assert later.requests[0].greedy_baseline
+    assert [each.task.id for each in later.requests] == ["t0", "t2", "t3", "t4"]
+    second.top_up(4)
+    assert len(later.requests) == 4
+
+
+async def test_messages_with_calls_survive() -> None:
+    first, asked, *_ = feed()
+    first.top_up(2)
+    state = json.loads(json.dumps(first.state()))
+    second, later, *_ = feed()
+    second.restore(state)
+    second.top_up(2)
+    assert later.requests == asked.requests
+    assert later.requests[1].task.prompt == PROMPT
+
+
+async def test_the_callers_tasks_are_in_no_checkpoint_and_are_not_replaced() -> None:
+    own, asked, buffer, _ = feed(Picky("t2"))
+    requests = [RolloutRequest(task, 0, 4, tag="step1.1") for task in TASKS[:3]]
+    own.issue(requests, given=True)
+    assert own.state() == []
+    for number in range(3):
+        await buffer.put(asked.group(number))
+    ref, metrics = await buffer.sample(1, "train", 3)
+    assert len(ref.group_ids) == 2
+    assert metrics["replay/dropped/picky"] == 1
+    own.done(ref, await buffer.fetch(ref))
+    assert own.outstanding == {}
+    assert len(asked.requests) == 3
+
+
+async def test_dropped_groups_are_replaced_and_forgotten() -> None:
+    own, asked, buffer, _ = feed(Picky("t0"))
+    own.issue(own.next(2, group_size=3))
+    await buffer.put(asked.group(0))
+    await buffer.put(asked.group(1))
+    waiting = asyncio.create_task(buffer.sample(1, "train", 2))
+    await asyncio.sleep(0)
+    assert [each.task.id for each in asked.requests] == ["t0", "t1", "t2"]
+    assert asked.requests[2].group_size == 3, "as large as the one that it replaces"
+    await buffer.put(asked.group(2))
+    ref, _ = await waiting
+    assert ref.keys == ("train-t1-e0", "train-t2-e0")
+    assert "train-t0-e0" not in own.outstanding
+    own.done(ref, await buffer.fetch(ref))
+    assert own.outstanding == {}
+
+
+@pytest.mark.parametrize("record", [{}, {"task": {"id": "t"}, "source": None}, {"task": 3, "source": None}, []])
+def test_a_malformed_state_is_one_error(record) -> None:
+    with pytest.raises(CheckpointError, match="in flight"):
+        feed()[0].restore([record])
