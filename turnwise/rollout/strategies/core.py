@@ -1,8 +1,8 @@
-"""Which finished groups a train step learns from.
+"""The contract of what chooses the groups of a batch.
 
-Owns: :class:`GroupFacts` and :class:`Flight` (what a choice is made by), :class:`Strategy` and those that ship. All of
+Owns: :class:`GroupFacts` and :class:`Flight` (what a choice is made by), :class:`Choice` and :class:`Strategy`. All of
 it is pure: the same facts give the same choice, so that it can be tested on a simulated clock. Refuses: waiting,
-keeping and journalling groups (``replay.py``).
+keeping and journalling groups (``rollout/replay.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+
+STALE = "stale"
+"""Why a group is dropped that was sampled by weights that are too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,13 @@ class GroupFacts:
     uses: int = 0
     spread: Mapping[str, float] = field(default_factory=dict)
 
+    def staleness(self, step: int) -> int:
+        """Return how many train steps the weights of step ``step`` are ahead of the oldest that sampled it.
+
+        Weights of a version that a crash lost, and that the run has not reached again, count as those of the step.
+        """
+        return 0 if self.oldest_version is None else max(0, step - 1 - self.oldest_version)
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -67,7 +76,7 @@ class Choice:
 
     Attributes:
         take: Ids of the groups of the batch, in order; None waits for the next change.
-        drop: (id of a finished group, why) that will never be taken. It is counted under that name.
+        drop: (id of a finished group, why) that will never be taken. It is counted as ``replay/dropped/WHY``.
         refill: Whether what a batch lacks may be asked for while this waits.
     """
 
@@ -77,35 +86,32 @@ class Choice:
 
 
 class Strategy(ABC):
-    """Chooses the groups of a batch."""
+    """Chooses the groups of a batch.
+
+    Attributes:
+        keep_groups: How many groups that were trained stay, to be chosen again; the others are forgotten.
+        max_uses: How many batches a group may be part of.
+    """
+
+    keep_groups: int = 0
+    max_uses: int = 1
 
     @abstractmethod
-    def choose(self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int) -> Choice:
+    def choose(
+        self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int, taken: int = 0
+    ) -> Choice:
         """Choose, or wait. Called at every change while somebody waits for a batch.
 
         Args:
-            ready: Finished groups of the partition, in the order of their arrival.
+            ready: Finished groups of the partition, in the order of their arrival; those with ``uses`` were trained.
             flying: Groups of the partition that are not finished.
             step: The train step that asks; it learns with the weights of version ``step - 1``.
-            batch_size: How many groups a batch has.
+            batch_size: How many groups are asked for.
+            taken: How many groups were handed out for this step before: a step may ask for parts of its batch.
         """
 
-
-class Arrival(Strategy):
-    """The groups that arrived first, whatever weights sampled them.
-
-    Args:
-        order: How the groups of one batch are ordered: ``arrival``, or ``id`` for an order that does not depend on
-            which episode ended first, so that a synchronous run is repeatable.
-    """
-
-    def __init__(self, order: Literal["arrival", "id"] = "arrival") -> None:
-        self._order = order
-
-    def choose(self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int) -> Choice:
-        """Take the first ``batch_size`` groups."""
-        del flying, step
-        if len(ready) < batch_size:
-            return Choice()
-        taken = [each.id for each in ready[:batch_size]]
-        return Choice(tuple(sorted(taken) if self._order == "id" else taken))
+    def lacks(self, ready: Sequence[GroupFacts], flying: Sequence[Flight], step: int, batch_size: int) -> int:
+        """Return how many groups a choice waits for that are neither here nor in flight: they are asked for then."""
+        del step
+        fresh = sum(each.uses == 0 for each in ready)
+        return max(0, batch_size - fresh - len(flying))

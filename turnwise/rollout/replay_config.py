@@ -1,0 +1,79 @@
+"""The ``replay:`` section: which finished groups a train step learns from, and who keeps them.
+
+Owns: :class:`ReplayConfig`. Refuses: making anything of it (``replay_setup.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from turnwise.rollout.config import NamedConfig
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+_TAKES: dict[str, tuple[str, ...]] = {
+    "on_policy": (),
+    "bounded": ("max_staleness", "when_stale"),
+    "fifo": (),
+    "prioritised": ("max_staleness", "alpha"),
+    "mixed": ("max_staleness", "stored_share", "max_uses", "keep_groups"),
+}
+"""The strategies that ship, and which keys each reads."""
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class ReplayConfig(BaseModel):
+    """Which finished groups a train step learns from, and who keeps them.
+
+    Attributes:
+        strategy: ``on_policy``, ``bounded``, ``fifo``, ``prioritised``, ``mixed``, or a class of your own as
+            ``path/to/file.py:Class``, with its arguments as ``{name: ..., config: {...}}``. By default ``on_policy``
+            in ``sync``, else ``bounded``.
+        max_staleness: Most train steps between the oldest weights that sampled a token of a group and those that it
+            trains. By default 1 with ``bounded``; ``prioritised`` and ``mixed`` then set no bound.
+        when_stale: ``bounded``: ``wait``, a step waits for groups that would otherwise become too old; ``drop``, what
+            comes too late is dropped.
+        ahead: Batches that are asked for beyond the one that is trained next.
+        alpha: ``prioritised``: 0 draws evenly; with more, groups that teach more are drawn more often.
+        stored_share: ``mixed``: share of a batch that may be groups that were trained before.
+        max_uses: ``mixed``: how many batches a group may be part of, its first included.
+        keep_groups: ``mixed``: how many trained groups stay.
+        buffer: Your own :class:`~turnwise.rollout.replay.LocalReplayBuffer` as ``path/to/file.py:Class``, with the
+            arguments of its constructor as ``{name: ..., config: {...}}``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    strategy: Annotated[NamedConfig | None, BeforeValidator(_named)] = None
+    max_staleness: NotNegative | None = None
+    when_stale: Literal["drop", "wait"] = "wait"
+    ahead: NotNegative = 1
+    alpha: Annotated[float, Field(ge=0)] = 0.6
+    stored_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    max_uses: PositiveInt = 2
+    keep_groups: PositiveInt = 256
+    buffer: Annotated[NamedConfig | None, BeforeValidator(_named)] = None
+
+    @model_validator(mode="after")
+    def _keys_are_read(self) -> Self:
+        if self.strategy is None or self.strategy.name not in _TAKES:
+            return self
+        name = self.strategy.name
+        takes = _TAKES[name]
+        given = {key for keys in _TAKES.values() for key in keys} & self.model_fields_set
+        if unread := sorted(given - set(takes)):
+            reads = f"reads {', '.join(takes)}" if takes else "reads none of these keys"
+            readers = ", ".join(each for each, keys in _TAKES.items() if unread[0] in keys)
+            raise ValueError(
+                f"{unread[0]} is given, but the strategy {name} {reads}: remove it, or choose a strategy that reads it "
+                f"({readers})"
+            )
+        if self.strategy.config:
+            raise ValueError(f"strategy.config is for a class of your own; give the keys of {name} beside strategy")
+        return self

@@ -1,0 +1,120 @@
+"""From the ``replay:`` section to what it stands for.
+
+Owns: :data:`STRATEGIES`, :func:`make_strategy` and :func:`make_admission`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from turnwise.errors import ConfigError
+from turnwise.references import load_class_from_fqn
+from turnwise.rollout.admission import Admission
+from turnwise.rollout.replay_config import ReplayConfig
+from turnwise.rollout.strategies import Arrival, Bounded, Mixed, OnPolicy, Prioritised, Strategy
+from turnwise.rollout.strategies.fresh import Order
+from turnwise.rollout.strategies.weighed import stored_groups
+
+KEY = "replay.strategy"
+DEFAULT_STALENESS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a strategy may depend on besides its own keys.
+
+    Attributes:
+        groups: Groups of a train step.
+        sync: Whether rollouts and training take turns: then batches are ordered so that a run can be repeated.
+        seed: Of the run.
+    """
+
+    groups: int
+    sync: bool
+    seed: int = 0
+
+    @property
+    def order(self) -> Order:
+        """How the groups of a batch are ordered."""
+        return "key" if self.sync else "arrival"
+
+
+Maker: TypeAlias = Callable[[ReplayConfig, RunFacts], Strategy]
+
+
+def _on_policy(config: ReplayConfig, facts: RunFacts) -> Strategy:
+    del config, facts
+    return OnPolicy()
+
+
+def _bounded(config: ReplayConfig, facts: RunFacts) -> Strategy:
+    bound = DEFAULT_STALENESS if config.max_staleness is None else config.max_staleness
+    return Bounded(bound, config.when_stale, step_groups=facts.groups, order=facts.order)
+
+
+def _fifo(config: ReplayConfig, facts: RunFacts) -> Strategy:
+    del config
+    return Arrival(facts.order)
+
+
+def _prioritised(config: ReplayConfig, facts: RunFacts) -> Strategy:
+    return Prioritised(config.alpha, config.max_staleness, seed=facts.seed)
+
+
+def _mixed(config: ReplayConfig, facts: RunFacts) -> Strategy:
+    bound, seed = config.max_staleness, facts.seed
+    return Mixed(config.stored_share, config.max_uses, config.keep_groups, bound, seed=seed)
+
+
+STRATEGIES: dict[str, Maker] = {
+    "on_policy": _on_policy,
+    "bounded": _bounded,
+    "fifo": _fifo,
+    "prioritised": _prioritised,
+    "mixed": _mixed,
+}
+
+
+def strategy_name(config: ReplayConfig, *, sync: bool) -> str:
+    """Return the name of the strategy, the default's where none is configured."""
+    if config.strategy is not None:
+        return config.strategy.name
+    return "on_policy" if sync else "bounded"
+
+
+def make_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
+    """Make the strategy that the configuration names.
+
+    Raises:
+        ConfigError: It is not there, or cannot be made.
+    """
+    name = strategy_name(config, sync=facts.sync)
+    if name in STRATEGIES:
+        return STRATEGIES[name](config, facts)
+    if ":" not in name and "." not in name:
+        close = difflib.get_close_matches(name, STRATEGIES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"{KEY} is {name!r}; {hint}known: {', '.join(STRATEGIES)}, or a class of your own as path/to/file.py:Class"
+        )
+    found = load_class_from_fqn(name, KEY)
+    if not issubclass(found, Strategy):
+        raise ConfigError(f"{KEY} {name!r} is no strategy: subclass turnwise.rollout.strategies.Strategy")
+    arguments = {} if config.strategy is None else config.strategy.config
+    try:
+        return found(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{KEY} {name!r} cannot be made with its config {arguments}: {error}") from error
+
+
+def make_admission(config: ReplayConfig, facts: RunFacts) -> Admission:
+    """Return how far rollouts may run ahead under the configured strategy."""
+    name = strategy_name(config, sync=facts.sync)
+    bound = 0 if name == "on_policy" else config.max_staleness
+    if name == "bounded" and bound is None:
+        bound = DEFAULT_STALENESS
+    stored = stored_groups(config.stored_share, facts.groups) if name == "mixed" else 0
+    return Admission(facts.groups - stored, config.ahead, bound)
