@@ -159,7 +159,7 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
         stack.callback(writer.close)
         batches = BatchWriter(directory / "batches.jsonl", part=0)
         stack.callback(batches.close)
-        buffer = LocalReplayBuffer(Arrival("id"))
+        buffer = LocalReplayBuffer(Arrival("key"))
         parts = RolloutParts(renderer, run_seed=0, write=writer.write)
         producer = await RolloutProducer.create(ROLLOUT, client, buffer, parts)
         stack.push_async_callback(producer.close)

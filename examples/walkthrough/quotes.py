@@ -234,7 +234,7 @@ def trajectory(page: Page, walked: Walked) -> None:
         "batch",
         f"id         {ref.id}",
         f"group_ids  {ref.group_ids}",
-        *(f"{name:<14} {waiting[name]:.0f}" for name in ("replay/left", "replay/failed")),
+        *(f"{name:<14} {waiting[name]:.0f}" for name in ("replay/ready", "replay/failed")),
     )
 
 

@@ -23,7 +23,7 @@ import blocks  # noqa: E402
 import quotes  # noqa: E402
 
 # What is called ahead of its place on the path: a name is looked up, the trainer waits for the group.
-AHEAD = {"make_agent", "LocalReplayBuffer.sample"}
+AHEAD = {"make_agent", *(f"LocalReplayBuffer.{name}" for name in ("sample", "ready", "flying"))}
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\d)")
 

@@ -19,6 +19,9 @@ from turnwise.rollout.strategies import Arrival, Flight, GroupFacts, Strategy
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 PARTITIONS = ("train", "val")
+_EVALUATED = Arrival()
+"""Groups of an evaluation are neither weighed nor dropped."""
+
 FIELDS = ("tokens", "rewards", "metrics", "messages")
 
 
@@ -33,7 +36,9 @@ class LocalReplayBuffer(ReplayBuffer):
         self._strategy = strategy or Arrival()
         self._ready: dict[str, dict[str, tuple[GroupFacts, TrajectoryGroup]]] = {name: {} for name in PARTITIONS}
         self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
-        self._batches: dict[int, list[TrajectoryGroup]] = {}
+        self._batches: dict[int, list[tuple[GroupFacts, TrajectoryGroup]]] = {}
+        # How many groups were handed out, by partition and step; of the newest step only.
+        self._taken: dict[tuple[str, int], int] = {}
         self._next_batch = 0
         self._arrived = 0
         self._refill: Callable[[int], bool] | None = None
@@ -88,9 +93,7 @@ class LocalReplayBuffer(ReplayBuffer):
         """Wait for and hand out ``batch_size`` groups of a partition, as the strategy chooses.
 
         Returns:
-            The batch, and ``replay/wait_s`` (seconds waited), ``replay/left`` (groups of the partition that remain),
-            ``replay/failed`` (members of the batch's groups that ended in an error) and ``replay/dropped/WHY`` (groups
-            that were dropped since the batch before).
+            As :meth:`take`, and ``replay/wait_s`` (seconds waited).
 
         Raises:
             TurnwiseError: What :meth:`fail` was given.
@@ -98,34 +101,78 @@ class LocalReplayBuffer(ReplayBuffer):
         """
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
-        ready = self._partition(partition_id)
         started = time.monotonic()
+        strategy = self._strategy if partition_id == "train" else _EVALUATED
         while True:
+            # Taken before the choice: a group that comes while others are asked for wakes this one, too.
+            changed = self._changed
+            ready, flying = self.ready(partition_id), self.flying(partition_id)
             if self._error is not None:
                 raise self._raised(global_steps) from self._error
-            flying = self._flying[partition_id]
-            choice = self._strategy.choose([facts for facts, _ in ready.values()], flying, global_steps, batch_size)
+            taken = self._taken.get((partition_id, global_steps), 0)
+            choice = strategy.choose(ready, flying, global_steps, batch_size, taken)
             for group_id, why in choice.drop:
                 self._drop(partition_id, group_id, why)
             if choice.take is not None:
-                break
-            missing = batch_size - len(ready) - len(flying)
+                ref, metrics = self.take(choice.take, global_steps)
+                return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
+            missing = strategy.lacks(self.ready(partition_id), flying, global_steps, batch_size)
             refill = self._refill if choice.refill and partition_id == "train" else None
             if missing > 0 and refill is not None and not refill(missing):
                 batch_size = self._smaller(global_steps, batch_size - missing)
                 continue
-            await self._changed.wait()
-        taken = [ready.pop(group_id) for group_id in choice.take]
-        groups = [group for _, group in taken]
-        keys, names = tuple(facts.key for facts, _ in taken), tuple(group.id for group in groups)
-        ref = BatchRef(self._next_batch, names, keys)
+            await changed.wait()
+
+    def ready(self, partition_id: str) -> list[GroupFacts]:
+        """Return what is known of the finished groups of a partition, in the order of their arrival."""
+        return [facts for facts, _ in self._partition(partition_id).values()]
+
+    def flying(self, partition_id: str) -> list[Flight]:
+        """Return the groups of a partition that were asked for and are not finished."""
+        self._partition(partition_id)
+        return list(self._flying[partition_id])
+
+    def take(self, group_ids: Sequence[str], step: int) -> tuple[BatchRef, dict[str, float]]:
+        """Hand out finished groups of one partition as a batch, in this order.
+
+        Args:
+            group_ids: Their ids.
+            step: The step that asks.
+
+        Returns:
+            The batch, and ``replay/ready`` (finished groups that remain), ``replay/in_flight`` (groups that were asked
+            for and are not finished), ``replay/failed`` (members of the batch's groups that ended in an error),
+            ``replay/staleness_mean`` and ``_max`` (train steps between the weights that sampled them and the step's),
+            ``replay/reused`` (groups that were trained before) and ``replay/dropped/WHY`` (groups that were dropped
+            since the batch before).
+
+        Raises:
+            TrainError: No finished group has such an id, or they are of two partitions.
+        """
+        partition = next((name for name, held in self._ready.items() if held.keys() >= set(group_ids)), None)
+        if partition is None or len(set(group_ids)) < len(group_ids):
+            raise TrainError(
+                f"step {step} takes {', '.join(group_ids)}: not finished groups of one partition, each once"
+            )
+        held = self._ready[partition]
+        batch = [held.pop(group_id) for group_id in group_ids]
+        facts, groups = [each for each, _ in batch], [group for _, group in batch]
+        ref = BatchRef(self._next_batch, tuple(each.id for each in groups), tuple(each.key for each in facts))
         self._next_batch += 1
+        self._batches[ref.id] = batch
+        # Of steps that are over nobody asks any more.
+        before = self._taken.get((partition, step), 0)
+        self._taken = {place: count for place, count in self._taken.items() if place[0] != partition}
+        self._taken[partition, step] = before + len(batch)
         dropped, self._dropped = self._dropped, Counter()
-        self._batches[ref.id] = groups
+        ages = [each.staleness(step) for each in facts]
         return ref, {
-            "replay/wait_s": time.monotonic() - started,
-            "replay/left": float(len(ready)),
-            "replay/failed": float(sum(group.failed for group in groups)),
+            "replay/ready": float(sum(each.uses == 0 for each in self.ready(partition))),
+            "replay/in_flight": float(len(self._flying[partition])),
+            "replay/failed": float(sum(each.failed for each in facts)),
+            "replay/staleness_mean": sum(ages) / max(1, len(ages)),
+            "replay/staleness_max": float(max(ages, default=0)),
+            "replay/reused": float(sum(each.uses > 0 for each in facts)),
             **{f"replay/dropped/{why}": float(count) for why, count in dropped.items()},
         }
 
@@ -142,7 +189,7 @@ class LocalReplayBuffer(ReplayBuffer):
         """
         if ref.id not in self._batches:
             raise TrainError(f"batch {ref.id} is not in the buffer: it was released or never handed out")
-        groups = self._batches[ref.id]
+        groups = [group for _, group in self._batches[ref.id]]
         if fields is None:
             return list(groups)
         if unknown := [name for name in fields if name not in FIELDS]:
@@ -158,8 +205,20 @@ class LocalReplayBuffer(ReplayBuffer):
         ]
 
     async def release(self, ref: BatchRef) -> None:
-        """Forget a batch. Releasing twice is no error."""
-        self._batches.pop(ref.id, None)
+        """Forget a batch: it was trained. Groups that may be trained again stay, as many as the strategy keeps; those
+        that were trained longest ago go first. Releasing twice is no error.
+        """
+        batch = self._batches.pop(ref.id, [])
+        if self._strategy.keep_groups == 0:
+            return
+        kept = self._ready["train"]
+        for facts, group in batch:
+            if facts.partition == "train" and facts.uses + 1 < self._strategy.max_uses:
+                kept[facts.id] = replace(facts, uses=facts.uses + 1), group
+        stored = [facts.id for facts in self.ready("train") if facts.uses]
+        for group_id in stored[: max(0, len(stored) - self._strategy.keep_groups)]:
+            del kept[group_id]
+        self._notify()
 
     def fail(self, error: BaseException) -> None:
         """Make every waiting and later ``sample`` raise; the first error counts. From the loop's thread only."""
@@ -169,6 +228,9 @@ class LocalReplayBuffer(ReplayBuffer):
 
     def _drop(self, partition: str, group_id: str, why: str) -> None:
         facts, _ = self._ready[partition].pop(group_id)
+        if facts.uses:
+            # It was trained, and nobody waits for it.
+            return
         self._dropped[why] += 1
         if self._told is not None:
             self._told(facts, why)

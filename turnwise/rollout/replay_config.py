@@ -1,15 +1,17 @@
 """The ``replay:`` section: which finished groups a train step learns from, and who keeps them.
 
-Owns: :class:`ReplayConfig`. Refuses: making anything of it (``replay_setup.py``).
+Owns: :class:`ReplayConfig` and :class:`RunFacts`. Refuses: making anything of it (``replay_setup.py``).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from turnwise.rollout.config import NamedConfig
+from turnwise.rollout.strategies.fresh import Order
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -44,8 +46,6 @@ class ReplayConfig(BaseModel):
         stored_share: ``mixed``: share of a batch that may be groups that were trained before.
         max_uses: ``mixed``: how many batches a group may be part of, its first included.
         keep_groups: ``mixed``: how many trained groups stay.
-        buffer: Your own :class:`~turnwise.rollout.replay.LocalReplayBuffer` as ``path/to/file.py:Class``, with the
-            arguments of its constructor as ``{name: ..., config: {...}}``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -58,7 +58,6 @@ class ReplayConfig(BaseModel):
     stored_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
     max_uses: PositiveInt = 2
     keep_groups: PositiveInt = 256
-    buffer: Annotated[NamedConfig | None, BeforeValidator(_named)] = None
 
     @model_validator(mode="after")
     def _keys_are_read(self) -> Self:
@@ -77,3 +76,23 @@ class ReplayConfig(BaseModel):
         if self.strategy.config:
             raise ValueError(f"strategy.config is for a class of your own; give the keys of {name} beside strategy")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a strategy may depend on besides its own keys.
+
+    Attributes:
+        groups: Groups of a train step.
+        sync: Whether rollouts and training take turns: then batches are ordered so that a run can be repeated.
+        seed: Of the run.
+    """
+
+    groups: int
+    sync: bool
+    seed: int = 0
+
+    @property
+    def order(self) -> Order:
+        """How the groups of a batch are ordered."""
+        return "key" if self.sync else "arrival"

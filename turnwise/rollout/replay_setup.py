@@ -1,45 +1,25 @@
 """From the ``replay:`` section to what it stands for.
 
-Owns: :data:`STRATEGIES`, :func:`make_strategy` and :func:`make_admission`.
+Owns: :data:`STRATEGIES`, :func:`make_strategy`, :func:`make_buffer` and :func:`make_admission`.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from turnwise.errors import ConfigError
 from turnwise.references import load_class_from_fqn
 from turnwise.rollout.admission import Admission
-from turnwise.rollout.replay_config import ReplayConfig
+from turnwise.rollout.core import ReplayBuffer
+from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.rollout.strategies import Arrival, Bounded, Mixed, OnPolicy, Prioritised, Strategy
-from turnwise.rollout.strategies.fresh import Order
 from turnwise.rollout.strategies.weighed import stored_groups
 
 KEY = "replay.strategy"
 DEFAULT_STALENESS = 1
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What a strategy may depend on besides its own keys.
-
-    Attributes:
-        groups: Groups of a train step.
-        sync: Whether rollouts and training take turns: then batches are ordered so that a run can be repeated.
-        seed: Of the run.
-    """
-
-    groups: int
-    sync: bool
-    seed: int = 0
-
-    @property
-    def order(self) -> Order:
-        """How the groups of a batch are ordered."""
-        return "key" if self.sync else "arrival"
 
 
 Maker: TypeAlias = Callable[[ReplayConfig, RunFacts], Strategy]
@@ -108,6 +88,15 @@ def make_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
         return found(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{KEY} {name!r} cannot be made with its config {arguments}: {error}") from error
+
+
+def make_buffer(config: ReplayConfig, facts: RunFacts) -> ReplayBuffer:
+    """Make the buffer of a run.
+
+    Raises:
+        ConfigError: As :func:`make_strategy`.
+    """
+    return LocalReplayBuffer(make_strategy(config, facts))
 
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> Admission:

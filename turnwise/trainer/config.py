@@ -16,6 +16,7 @@ from turnwise.errors import RegistryError
 from turnwise.evaluation.config import EvalPlan
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
@@ -250,6 +251,7 @@ class TrainConfig(_Section):
         shuffle: Whether tasks are shuffled, anew in each epoch; else they keep their order.
         policies: The trained policies by name. One for now, ``main``.
         rollout: How episodes are rolled out.
+        replay: Which finished groups a step learns from.
         renderer: How messages become tokens.
         inference: The server that samples.
         algorithm: From rewards to a loss.
@@ -270,6 +272,7 @@ class TrainConfig(_Section):
     shuffle: bool = True
     policies: dict[str, PolicyConfig]
     rollout: RolloutConfig
+    replay: ReplayConfig = ReplayConfig()
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -277,6 +280,11 @@ class TrainConfig(_Section):
     eval: TrainEvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     custom: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def replay_facts(self) -> RunFacts:
+        """What the replay buffer may depend on besides its own section."""
+        return RunFacts(self.batch.groups, sync=True, seed=self.seed)
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

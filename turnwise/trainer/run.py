@@ -30,8 +30,7 @@ from turnwise.inference.renderer import save_format
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts
 from turnwise.rollout.managers import Rollouts, check_manager, create_manager
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival
+from turnwise.rollout.replay_setup import make_buffer, make_strategy
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task
 from turnwise.trainer.budget import Budget
@@ -272,6 +271,7 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
     """Read everything that can be wrong; change nothing."""
     began = time.monotonic()
     check_manager(config.rollout, config.custom)
+    make_strategy(config.replay, config.replay_facts)
     load_credit(config.algorithm.credit)
     digest = config_digest(config)
     store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
@@ -315,7 +315,7 @@ async def _assemble(
     diagnostics = stack.enter_context(contextlib.closing(Diagnostics(directory, config, start.renderer)))
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await launch_servers(config, directory, start.frozen, stack)
-    buffer = LocalReplayBuffer(Arrival(order="id"))
+    buffer = make_buffer(config.replay, config.replay_facts)
     run: TrainRun
 
     def write(trajectory: Trajectory) -> None:

@@ -31,7 +31,7 @@ async def test_sample_waits_for_enough_groups_of_its_partition() -> None:
     ref, metrics = await waiting
     assert ref.group_ids == ("b", "a")
     assert metrics["replay/failed"] == 3
-    assert metrics["replay/left"] == 1
+    assert metrics["replay/ready"] == 1
     assert metrics["replay/wait_s"] >= 0
     assert [g.id for g in await buffer.fetch(ref)] == ["b", "a"]
     other, _ = await buffer.sample(1, "val", 1)
@@ -41,7 +41,7 @@ async def test_sample_waits_for_enough_groups_of_its_partition() -> None:
 
 async def test_order_by_id_does_not_depend_on_arrival() -> None:
     for names in (["g2", "g1", "g3"], ["g3", "g2", "g1"]):
-        buffer = LocalReplayBuffer(Arrival("id"))
+        buffer = LocalReplayBuffer(Arrival("key"))
         for name in names:
             await buffer.put(group(name))
         ref, _ = await buffer.sample(1, "train", 3)

@@ -75,7 +75,9 @@ class Prioritised(Strategy):
         if len(fit) < batch_size:
             return choice
         weights = [priority(each.rewards) ** self._alpha for each in fit]
-        return Choice(tuple(each.id for each in drawn(fit, weights, (self._seed, step, taken))[:batch_size]), choice.drop)
+        return Choice(
+            tuple(each.id for each in drawn(fit, weights, (self._seed, step, taken))[:batch_size]), choice.drop
+        )
 
 
 class Mixed(Strategy):
