@@ -1,7 +1,7 @@
 """The whole line, once: a row of a dataset becomes two episodes, a train step, and new weights on a server.
 
 What the model says is scripted; every other part is the product's own, called in the order in which
-``turnwise/trainer/loops/sync.py`` calls them. :func:`walk` returns what each part made, for ``quotes.py`` to print.
+``turnwise/trainer/loops/steps.py`` calls them. :func:`walk` returns what each part made, for ``quotes.py`` to print.
 """
 
 from __future__ import annotations

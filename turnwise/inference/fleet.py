@@ -97,6 +97,22 @@ class Fleet:
             except TimeoutError:
                 raise InferenceError(f"{silent[0].url} runs, but does not answer: {error}") from error
 
+    async def pause(self) -> None:
+        """Have all servers answer what they are sampling with what there is, and sample nothing until :meth:`resume`.
+
+        Raises:
+            InferenceError: A server does not answer.
+        """
+        await asyncio.gather(*(replica.pause(abort=True) for replica in self.replicas))
+
+    async def resume(self) -> None:
+        """Have all servers sample again.
+
+        Raises:
+            InferenceError: A server does not answer.
+        """
+        await asyncio.gather(*(replica.resume() for replica in self.replicas))
+
     async def stats(self) -> dict[str, float]:
         """Return the servers' counters, summed, and ``restarts``; what a server that died had counted is gone.
 

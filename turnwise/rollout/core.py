@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import quote
@@ -72,6 +73,7 @@ class RolloutParts:
         run_seed: Part of all seeds of training rollouts; evaluation uses 0.
         run_part: Part of all ids: a resumed run may roll out the same task again.
         write: Called with every trajectory, failed and cancelled ones included.
+        rolling: Gives what is entered around the rollout of a group, by its id: for whoever notes what ran when.
         recover: Awaited after an inference failure, before the episode is tried again. Raises when there is
             nothing left to wait for, which ends the run.
         custom: The free section of the configuration, untouched.
@@ -84,6 +86,7 @@ class RolloutParts:
     run_seed: int = 0
     run_part: str = "0"
     write: Callable[[Trajectory], None] | None = None
+    rolling: Callable[[str], AbstractContextManager[None]] | None = None
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
     frozen: Mapping[str, FrozenPolicy] = field(default_factory=dict)

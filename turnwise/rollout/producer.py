@@ -7,6 +7,7 @@ failures. One failed member never discards its group.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -193,7 +194,10 @@ class RolloutProducer(RolloutManager):
 
     async def _produce(self, request: RolloutRequest, group_id: str, buffer: ReplayBuffer) -> None:
         try:
-            await buffer.put(await self._group(request, group_id))
+            rolling = self._parts.rolling
+            with contextlib.nullcontext() if rolling is None else rolling(group_id):
+                group = await self._group(request, group_id)
+            await buffer.put(group)
         except Exception as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
             buffer.fail(_first(error))
 

@@ -21,6 +21,7 @@ from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
 from turnwise.trainer.lora import LoRAConfig
+from turnwise.trainer.modes import Mode, OverlapConfig, check_mode
 from turnwise.types import StopReason
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
@@ -256,6 +257,9 @@ class TrainConfig(_Section):
         inference: The server that samples.
         algorithm: From rewards to a loss.
         batch: What a step is made of.
+        mode: What goes on at the same time (docs/training.md): ``sync`` rolls out, then trains; ``colocate_async`` does
+            both on one device, ``separate_async`` on devices of their own.
+        overlap: What the asynchronous modes do at the same time.
         eval: Evaluation on held-out tasks; None evaluates nothing.
         checkpoint: When checkpoints are written.
         custom: Handed to the extension as it is; nothing here reads it.
@@ -277,6 +281,8 @@ class TrainConfig(_Section):
     inference: InferenceConfig = InferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig = BatchConfig()
+    mode: Mode = "sync"
+    overlap: OverlapConfig = OverlapConfig()
     eval: TrainEvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     custom: dict[str, Any] = Field(default_factory=dict)
@@ -289,6 +295,8 @@ class TrainConfig(_Section):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         check_limits(self.steps, self.budget)
+        passes = self.algorithm.epochs * self.algorithm.minibatches
+        check_mode(self.mode, self.overlap, groups=self.batch.groups, passes=passes)
         return self
 
     @model_validator(mode="after")
@@ -382,4 +390,4 @@ class TrainConfig(_Section):
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps of a train step, at most."""
-        return self.algorithm.epochs * self.algorithm.minibatches
+        return self.algorithm.epochs * self.algorithm.minibatches * self.overlap.stream

@@ -107,6 +107,8 @@ METRICS: dict[str, str] = {
     "correction/weight_max": "largest of them",
     "correction/zero_weights": "share of tokens that masking gave weight 0",
     "correction/rejected": "share of tokens that were rejected",
+    "lag/mean": "weight versions by which the weights in training are ahead of those that sampled, mean over tokens",
+    "lag/max": "largest of these: how stale the step's oldest token is",
     "sync/bytes": "bytes of weights sent to each server after the step: all of them, or an adapter's",
     "time/*": "seconds of a part of the step, or tokens per second",
 }

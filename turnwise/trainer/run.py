@@ -1,11 +1,12 @@
 """What a training run is made of: its parts, how they are put together, and how they are taken apart.
 
-Owns: :class:`TrainRun` (what a loop works with) and :func:`open_run`. Refuses: the order of a step, which is the
-loop's (``loops/``), and which loop runs (``train.py``).
+Owns: :class:`TrainRun` (what a loop works with) and :func:`open_run`. Refuses: what is read before
+anything starts (``run_start.py``), the order of a step, which is the loop's (``loops/``), and which loop runs
+(``train.py``).
 
 A run directory holds ``config.yaml``, ``run.json`` (how many processes worked on it and what they cost, the first
 evaluation), ``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batches.jsonl``,
-``checkpoints/``, ``logs/`` and at the end ``summary.json``.
+``timeline.jsonl``, ``checkpoints/``, ``logs/`` and at the end ``summary.json``.
 """
 
 from __future__ import annotations
@@ -22,41 +23,44 @@ from rich.console import Console
 
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.evaluation.result import EvalResult
-from turnwise.evaluation.runner import evaluate, load_eval_tasks
+from turnwise.evaluation.runner import evaluate
 from turnwise.inference.core import Renderer, WeightManifest
 from turnwise.inference.fleet import Fleet
-from turnwise.inference.frozen import load_renderers
 from turnwise.inference.renderer import save_format
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts
+<<<<<<< HEAD
 from turnwise.rollout.managers import Rollouts, check_manager, create_manager
 from turnwise.rollout.replay_setup import make_buffer, make_strategy
 from turnwise.rollout.writer import TrajectoryWriter
+=======
+from turnwise.rollout.managers import Rollouts, create_manager
+from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.strategies import Arrival
+>>>>>>> 72012ab (feat(trainer): mode sync, colocate_async or separate_async; a run writes down what ran when)
 from turnwise.tasks import Task
 from turnwise.trainer.budget import Budget
-from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, restore_rng
+from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.credit import load_credit
 from turnwise.trainer.critic import Critic
-from turnwise.trainer.data import TaskStream, open_tasks
+from turnwise.trainer.data import TaskStream
 from turnwise.trainer.diagnostics.gap import Gaps
 from turnwise.trainer.diagnostics.report import Diagnostics
-from turnwise.trainer.distill import Teacher, check_teacher
-from turnwise.trainer.engines import open_learner
+from turnwise.trainer.distill import Teacher
 from turnwise.trainer.feed import Feed
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
 from turnwise.trainer.reference import KLGuard
-from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest, cpu_seconds
+from turnwise.trainer.run_directory import RunDirectory, cpu_seconds
 from turnwise.trainer.run_display import run_display
+from turnwise.trainer.run_files import open_files
+from turnwise.trainer.run_start import CRITIC, Start, read_start
 from turnwise.trainer.servers import launch_servers
+from turnwise.trainer.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 from turnwise.trajectory import Trajectory, TrajectoryGroup
-
-CRITIC = "critic"
-"""Where a checkpoint holds the critic."""
 
 
 @dataclass(slots=True)
@@ -85,6 +89,7 @@ class TrainRun:
         budget: What the run may spend, and what it has spent.
         teacher: Whom the policy is distilled from, if anybody.
         diagnostics: What is found besides metrics.
+        timeline: What ran when.
         first_eval: Figures of the first evaluation.
         last_eval: Figures of the last one.
         last_error: What ended the last episode that ended in an error.
@@ -113,6 +118,7 @@ class TrainRun:
     state: TrainerState
     budget: Budget
     diagnostics: Diagnostics
+    timeline: Timeline
     teacher: Teacher | None = None
     first_eval: dict[str, Any] | None = None
     last_eval: dict[str, Any] | None = None
@@ -131,8 +137,8 @@ class TrainRun:
         return self.budget.ended
 
     @contextlib.contextmanager
-    def updating(self, step: int) -> Iterator[None]:
-        """Wrap the update of a step: after it the run stands at that step, and what failed inside is not saved."""
+    def updating(self) -> Iterator[None]:
+        """Wrap what changes the weights: where it fails inside, they are no step's and are not saved."""
         self.torn = True
         # What the step sampled is counted already, the step itself is not.
         steps = self.budget.expected_steps(under_way=("sampled_tokens",))
@@ -140,35 +146,57 @@ class TrainRun:
         if self.critic is not None:
             self.critic.total_steps = steps * self.config.updates_per_step
         yield
-        self.state.step = step
+        self.torn = False
+
+    def advance(self) -> None:
+        """Stand at the next step: its updates are made."""
+        self.state.step += 1
         self.budget.spend(steps=1)
         self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
         self.state.tasks = self.tasks.state()
-        self.torn = False
 
-    async def sync_weights(self) -> dict[str, float]:
+    async def pause_servers(self) -> None:
+        """Have the servers stand still until the weights are synced; one that dies meanwhile comes back sampling.
+
+        Raises:
+            InferenceError: A server died a second time.
+        """
+        try:
+            await self.fleet.pause()
+        except InferenceError as error:
+            await self.fleet.recover(error)
+
+    async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
         """Bring the learner's weights to the servers, as the version of this step; return what that took, as metrics.
 
         A server that dies meanwhile is started again, and then gets them too.
+
+        Args:
+            still: Whether the servers answer what they are sampling with what there is, and stand still meanwhile.
 
         Raises:
             InferenceError: A server refuses them, or died a second time.
         """
         try:
-            manifest = await self._write_weights()
+            manifest = await self._write_weights(still)
         except RequestRefused:
             raise
         except InferenceError as error:
             await self.fleet.recover(error)
-            manifest = await self._write_weights()
+            manifest = await self._write_weights(still)
         self.state.weight_version = self.state.step
         return {"sync/bytes": float(manifest.nbytes)}
 
-    async def _write_weights(self) -> WeightManifest:
-        learner = self.learner
-        return await self.writer.sync(
-            learner.export_weights(), self.fleet.replicas, self.state.step, adapter=learner.adapter
+    async def _write_weights(self, still: bool) -> WeightManifest:
+        learner, fleet = self.learner, self.fleet
+        if still:
+            await fleet.pause()
+        manifest = await self.writer.sync(
+            learner.export_weights(), fleet.replicas, self.state.step, adapter=learner.adapter
         )
+        if still:
+            await fleet.resume()
+        return manifest
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that the run stands at."""
@@ -190,7 +218,8 @@ class TrainRun:
         if plan is None or not self.eval_tasks:
             return None
         self.display.status(f"{label}: evaluating {len(self.eval_tasks)} tasks")
-        result = await evaluate(self.manager, plan, tasks=self.eval_tasks, label=label)
+        with self.timeline.span(EVALUATION, label):
+            result = await evaluate(self.manager, plan, tasks=self.eval_tasks, label=label)
         self.last_eval = result.to_json()
         if self.first_eval is None:
             self.first_eval = self.last_eval
@@ -203,7 +232,8 @@ class TrainRun:
         """Write a checkpoint of the step that the run stands at."""
         self.state.rng = capture_rng()
         self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
-        self.store.save(self.state, self._write)
+        with self.timeline.span(CHECKPOINT, self.state.step):
+            self.store.save(self.state, self._write)
         self.saved_step = self.state.step
 
     def _write(self, checkpoint: Path) -> None:
@@ -232,7 +262,7 @@ async def open_run(
     home = RunDirectory(directory)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(home.alone())
-        start = await _read(config, home, console, fresh)
+        start = await read_start(config, home, console, fresh)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
         start.store.tidy()
         # Called last, when the servers have ended: then their CPU time is that of children.
@@ -251,6 +281,7 @@ async def open_run(
         run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
 
 
+<<<<<<< HEAD
 @dataclass(frozen=True, slots=True)
 class _Start:
     """What a run begins or goes on with."""
@@ -303,23 +334,21 @@ async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh
     return _Start(store, state, renderer, tasks, eval_tasks, learner, guard, critic, frozen, began)
 
 
+=======
+>>>>>>> 72012ab (feat(trainer): mode sync, colocate_async or separate_async; a run writes down what ran when)
 async def _assemble(
-    config: TrainConfig, directory: Path, start: _Start, part: int, console: Console, stack: contextlib.AsyncExitStack
+    config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
 ) -> TrainRun:
     """Open the files, start the servers and the producer; ``stack`` closes them in the opposite order."""
     state = start.state
-    trajectories = TrajectoryWriter(directory / "trajectories.jsonl")
-    stack.callback(trajectories.close)
-    batches = _batches(directory, config, part, state, stack)
-    metrics = stack.enter_context(contextlib.closing(JSONLLogger(directory / "metrics.jsonl")))
-    diagnostics = stack.enter_context(contextlib.closing(Diagnostics(directory, config, start.renderer)))
+    files = open_files(config, directory, start, part, stack)
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await launch_servers(config, directory, start.frozen, stack)
     buffer = make_buffer(config.replay, config.replay_facts)
     run: TrainRun
 
     def write(trajectory: Trajectory) -> None:
-        trajectories.write(trajectory)
+        files.trajectories.write(trajectory)
         run.last_error = trajectory.error or run.last_error
 
     parts = RolloutParts(
@@ -327,6 +356,7 @@ async def _assemble(
         run_seed=config.seed,
         run_part=str(part),
         write=write,
+        rolling=lambda group_id: files.timeline.span(GROUP, group_id),
         recover=servers.recover,
         frozen=servers.frozen.policies,
         custom=config.custom,
@@ -351,27 +381,19 @@ async def _assemble(
         manager=manager,
         feed=feed,
         writer=writer,
-        batches=batches,
+        batches=files.batches,
         store=start.store,
-        metrics=metrics,
+        metrics=files.metrics,
         display=display,
         state=state,
         budget=budget,
         teacher=Teacher.of(config.algorithm.distill, servers.frozen),
-        diagnostics=diagnostics,
+        diagnostics=files.diagnostics,
+        timeline=files.timeline,
         counted_until=start.began,
         saved_step=state.step,
     )
     return run
-
-
-def _batches(
-    directory: Path, config: TrainConfig, part: int, state: TrainerState, stack: contextlib.AsyncExitStack
-) -> BatchWriter:
-    cut = config.batch.max_tokens_per_row
-    batches = BatchWriter(directory / "batches.jsonl", part=part, after_step=state.step, max_tokens=cut)
-    stack.callback(batches.close)
-    return batches
 
 
 def _save_unsaved(run: TrainRun) -> None:

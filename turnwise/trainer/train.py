@@ -22,7 +22,7 @@ from turnwise.errors import TrainError
 from turnwise.evaluation.result import result_table
 from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loops.sync import train_sync
+from turnwise.trainer.loops.configured import train_as_configured
 from turnwise.trainer.run import TrainRun, open_run
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory
 
@@ -70,7 +70,7 @@ class TrainSummary:
 
 
 def run_train(
-    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, loop: Loop = train_sync
+    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, loop: Loop = train_as_configured
 ) -> TrainSummary:
     """Train, from the beginning or from the last checkpoint of the run directory.
 
@@ -100,7 +100,7 @@ def run_train(
 
 
 async def train(
-    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, loop: Loop = train_sync
+    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, loop: Loop = train_as_configured
 ) -> TrainSummary:
     """Train as :func:`run_train` does, in the event loop that runs; a task that is cancelled ends the run in order."""
     console = console or Console(stderr=True)

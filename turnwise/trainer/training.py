@@ -1,7 +1,7 @@
 """What an algorithm of one's own works with.
 
 Owns: :class:`Training`: the parts of a run, in the steps that an algorithm is made of. Refuses: the parts themselves
-(``run.py``) and what a train step does (``loops/sync.py``): whoever calls it gets all of it, so that every run is
+(``run.py``) and what a train step does (``loops/steps.py``): whoever calls it gets all of it, so that every run is
 recorded, resumed and audited alike.
 """
 
@@ -16,7 +16,8 @@ from turnwise.rollout.core import RolloutRequest
 from turnwise.tasks import Task
 from turnwise.trainer.budget import Budget
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loops.sync import Batch, finish_step, roll_out, train_on, train_sync
+from turnwise.trainer.loops.configured import train_as_configured
+from turnwise.trainer.loops.steps import Batch, finish_step, roll_out, train_on
 from turnwise.trainer.run import TrainRun
 from turnwise.trajectory import TrajectoryGroup
 
@@ -67,7 +68,7 @@ class Training:
 
     async def loop(self) -> None:
         """Train by the configured loop until the budget is spent."""
-        await train_sync(self.run)
+        await train_as_configured(self.run)
 
     async def rollouts(
         self, tasks: Sequence[Task] | None = None, *, group_size: int | None = None

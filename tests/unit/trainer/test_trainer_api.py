@@ -22,7 +22,7 @@ from turnwise.trainer.algorithms import ALGORITHMS, Algorithm, as_algorithm
 from turnwise.trainer.api import Trainer
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.datasets import task_config
-from turnwise.trainer.loops.sync import Batch
+from turnwise.trainer.loops.steps import Batch
 from turnwise.trainer.losses import LossSums
 from turnwise.trainer.training import Training
 
@@ -137,7 +137,7 @@ async def test_requests_of_a_step_have_the_same_seeds_after_a_resume(monkeypatch
     config = load_config(TrainConfig, None, [], {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}})
     tags: list[str] = []
 
-    async def rolled_out(run: Any, requests: Any) -> Batch:
+    async def rolled_out(run: Any, requests: Any, *, given: bool = False) -> Batch:
         tags.extend(request.tag for request in requests)
         return Batch([], {}, 0.0, 1.0)
 

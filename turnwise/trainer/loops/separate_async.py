@@ -1,0 +1,59 @@
+"""The asynchronous loop for devices of their own: servers sample all the time, training streams what has finished.
+
+Owns: :func:`train_separate_async`. Refuses: what a step is made of (``steps.py``), and how old a group may be when it
+is trained (``rollout/strategies.py``).
+
+    rollouts  ====================================================     servers change weights between two tokens
+    trainer     [1: part a][part b]  [2: part a]   [part b]            each part as soon as its groups are there
+    weights                        v1                     v2           a completion may have tokens of several
+"""
+
+from __future__ import annotations
+
+from turnwise.errors import TrainError
+from turnwise.trainer.apart import Apart
+from turnwise.trainer.loops.parts import shares
+from turnwise.trainer.loops.steps import Learned, finish_step, learn, publish, wait_for
+from turnwise.trainer.run import TrainRun
+
+
+async def train_separate_async(run: TrainRun) -> None:
+    """Train until the budget is spent, while servers sample without a pause.
+
+    A batch comes in ``overlap.stream`` parts, each trained by one optimizer step as soon as the replay strategy has
+    groups for it. The servers get the weights after the last part.
+
+    Raises:
+        TrainError: Every episode of a step failed.
+        InferenceError: The inference server died twice.
+    """
+    with Apart() as apart:
+        while not run.ended:
+            learned = await _stream(run, apart)
+            await publish(run, learned)
+            await finish_step(run)
+
+
+async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
+    """Train a batch, part by part as it arrives.
+
+    An interrupt between two parts ends the step with those that are trained: it is a short one, and nothing that was
+    learned is lost.
+    """
+    config, learned = run.config, list[Learned]()
+    ahead = config.batch.groups * (1 + config.overlap.warmup_batches)
+    sizes = shares(config.batch.groups, config.overlap.stream)
+    try:
+        for size in sizes:
+            run.feed.top_up(ahead)
+            batch = await wait_for(run, size)
+            run.feed.top_up(ahead)
+            learned.append(await learn(run, batch, apart, part=len(sizes) > 1))
+        if not any(each.metrics["batch/trajectories"] for each in learned):
+            raise TrainError(
+                f"step {run.state.step + 1}: every episode ended in an error; the last one: {run.last_error}"
+            )
+    finally:
+        if learned and not run.torn:
+            run.advance()
+    return learned

@@ -1,0 +1,62 @@
+"""The files that a training run appends to.
+
+Owns: :class:`RunFiles` and :func:`open_files`. Refuses: what is written to them, and those of the servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from turnwise.rollout.batches import BatchWriter
+from turnwise.rollout.writer import TrajectoryWriter
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.diagnostics.report import Diagnostics
+from turnwise.trainer.loggers import JSONLLogger
+from turnwise.trainer.run_start import Start
+from turnwise.trainer.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What a run writes down, file by file.
+
+    Attributes:
+        trajectories: What episodes left.
+        batches: What was trained.
+        metrics: The log.
+        diagnostics: What is found besides metrics.
+        timeline: What ran when.
+    """
+
+    trajectories: TrajectoryWriter
+    batches: BatchWriter
+    metrics: JSONLLogger
+    diagnostics: Diagnostics
+    timeline: Timeline
+
+
+def open_files(
+    config: TrainConfig, directory: Path, start: Start, part: int, stack: contextlib.AsyncExitStack
+) -> RunFiles:
+    """Open the files of a run; ``stack`` closes them.
+
+    Args:
+        config: What was asked for.
+        directory: The run directory.
+        start: What the run begins or goes on with.
+        part: Number of this process among those that work on the run.
+        stack: Closes them.
+    """
+    cut, after = config.batch.max_tokens_per_row, start.state.step
+    files = RunFiles(
+        TrajectoryWriter(directory / "trajectories.jsonl"),
+        BatchWriter(directory / "batches.jsonl", part=part, after_step=after, max_tokens=cut),
+        JSONLLogger(directory / "metrics.jsonl"),
+        Diagnostics(directory, config, start.renderer),
+        Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
+    )
+    for each in (files.trajectories, files.batches, files.metrics, files.diagnostics, files.timeline):
+        stack.callback(each.close)
+    return files
