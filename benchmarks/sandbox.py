@@ -6,8 +6,8 @@ Sides, each a process of its own, measured in turn:
   machine that allows no overlay falls back to for workspaces (``cp -a`` stands beside them);
 - ``swerex``: SWE-ReX's local deployment; ``mini``: mini-swe-agent's local environment. Both run commands on the machine
   as they are: what they are compared in is the cost of a command, not what it is kept from;
-- ``docker`` and ``docker sdk``: our containers and the raw SDK's on one engine, where one answers (``DOCKER_HOST``) or
-  can be started (root, and dockerd on PATH); they are left out, and said to be, where none does.
+- ``docker``: our containers and the raw SDK's on one engine, a command of each in turn, where an engine answers
+  (``DOCKER_HOST``) or can be started (root, and dockerd on PATH); left out, and said to be, where none does.
 
 A command is a text that a shell runs: ``true``, and ``ls /usr | head -n 1``. CPU seconds are those of a side with all
 that it waited for. The peers' Python is .venv-agents, which ``make bench`` builds.
@@ -76,10 +76,10 @@ def copied(source: Path) -> Sample:
         shutil.rmtree(folder)
 
 
-def ours(config: Mapping[str, Any], source: Path, parts: str, quick: bool, **environment: str) -> Callable[[], Sample]:
-    """Return a measurement of our side with a backend."""
+def ours(config: Mapping[str, Any], source: Path, parts: str, quick: bool) -> Callable[[], Sample]:
+    """Return a measurement of our side with sandboxes of this machine."""
     command = [sys.executable, str(SIDES / "turnwise_side.py"), json.dumps(config), str(source), parts]
-    return _side(command, quick, environment)
+    return _side(command, quick)
 
 
 def _side(command: list[str], quick: bool, environment: Mapping[str, str] | None = None) -> Callable[[], Sample]:
@@ -101,10 +101,7 @@ def sides(source: Path, peers: Path, quick: bool, engine_of: tuple[str, str] | N
     }
     if engine_of is not None:
         host, image = engine_of
-        config = {"name": "docker", "config": {"image": image}}
-        found["docker"] = ours(config, source, "start,exec", quick, DOCKER_HOST=host)
-        raw = [sys.executable, str(SIDES / "docker_side.py"), image]
-        found["docker sdk"] = _side(raw, quick, {"DOCKER_HOST": host})
+        found["docker"] = _side([sys.executable, str(SIDES / "docker_side.py"), image], quick, {"DOCKER_HOST": host})
     return found
 
 
@@ -119,8 +116,7 @@ def figures(samples: Mapping[str, list[Sample]]) -> dict[str, float]:
         "workspace_copy_ms": median(samples["copies"], "workspace_ms"),
     }
     if "docker" in samples:
-        both = [median(samples[name], "exec_p50_ms true") for name in ("docker", "docker sdk")]
-        found["docker_over_sdk"] = both[0] / both[1]
+        found["docker_over_sdk"] = median(samples["docker"], "docker_over_sdk")
     return {name: round(value, 2) for name, value in found.items()}
 
 
@@ -143,14 +139,14 @@ def table(samples: Mapping[str, list[Sample]]) -> Table:
 def main() -> int:
     made = parser(__doc__ or "", repeats=5, quick_repeats=1)
     made.add_argument("--peers", type=Path, default=PEERS, help="the Python that SWE-ReX and mini-swe-agent are for")
-    made.add_argument("--no-docker", action="store_true", help="leave the two docker sides out")
+    made.add_argument("--no-docker", action="store_true", help="leave the docker side out")
     arguments = parse(made)
     if not arguments.peers.exists():
         made.error(f"--peers {arguments.peers} does not exist: `make .venv-agents/.turnwise-installed` builds it")
     source = cached("sandbox-repository", {"packages": PACKAGES, "modules": MODULES, "form": 1}, repository)
     with engine(wanted=not arguments.no_docker) as engine_of:
         if engine_of is None:
-            print("the docker sides are left out: no engine answers, and none was started", file=sys.stderr)
+            print("the docker side is left out: no engine answers, and none was started", file=sys.stderr)
         samples = interleave(sides(source, arguments.peers, arguments.quick, engine_of), arguments.repeats)
     Console(stderr=True, width=200).print(table(samples))
     found = figures(samples)
@@ -167,7 +163,7 @@ def main() -> int:
                 "turnwise": "SandboxConfig(name='local'), default limits, max_starts 8, no prewarm",
                 "turnwise landlock": "config={'isolation': 'landlock'}",
                 "copies": "as turnwise, the overlay switched off",
-                "swerex": "LocalDeployment, its bash session and execute(shell=True), one event loop",
+                "swerex": "8 of LocalDeployment, its bash session and execute(shell=True), one event loop",
                 "mini": "LocalEnvironment(), 32 threads",
                 "docker": "SandboxConfig(name='docker'), against containers.run(init=True, network_mode='none')",
                 "repository": f"{PACKAGES * MODULES} files of 10 kB in {PACKAGES} folders",

@@ -29,7 +29,7 @@ class Sizes:
 
 def sizes() -> Sizes:
     """Return the sizes that the command line of a side asks for."""
-    return Sizes(8, 60, 1.0) if "--quick" in sys.argv else Sizes(20, 200, 4.0)
+    return Sizes(8, 60, 1.0) if "--quick" in sys.argv else Sizes(20, 200, 2.0)
 
 
 def milliseconds(since: float) -> float:

@@ -1,4 +1,4 @@
-"""Our sandboxes, of any backend: ``exec`` in each, and workspaces of a repository of 2,000 files.
+"""Our sandboxes of this machine: ``exec`` in each, and workspaces of a repository of 2,000 files.
 
 A start is :meth:`Sandbox.start`; ``first_exec_ms`` is until a first command has ended in it, so that a start that is
 put off shows. ``workspace_ms`` is what a start takes longer with the repository in its workdir than without, in turn,
@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,27 +42,31 @@ async def starts(manager: SandboxManager, spec: SandboxSpec, count: int) -> tupl
     return ready, ended
 
 
+async def together(boxes: Sequence[Sandbox], command: str) -> float:
+    """Return how many commands a second end, one at a time in each sandbox."""
+    counts = [0] * len(boxes)
+    began = time.perf_counter()
+
+    async def work(at: int) -> None:
+        while time.perf_counter() - began < sizes().seconds:
+            await run(boxes[at], command)
+            counts[at] += 1
+
+    await asyncio.gather(*(work(at) for at in range(len(boxes))))
+    return sum(counts) / (milliseconds(began) / 1000)
+
+
 async def commands(manager: SandboxManager, spec: SandboxSpec, found: dict[str, float]) -> None:
     """Measure commands in one sandbox, and in many at the same time."""
-    size = sizes()
     boxes = await asyncio.gather(*(manager.open(spec) for _ in range(BOXES)))
     for command in COMMANDS:
         times = []
-        for _ in range(size.execs):
+        for _ in range(sizes().execs):
             began = time.perf_counter()
             await run(boxes[0], command)
             times.append(milliseconds(began))
         found[f"exec_p50_ms {command}"] = p50(times)
-        counts = [0] * BOXES
-        began = time.perf_counter()
-
-        async def work(at: int, command: str = command, began: float = began, counts: list[int] = counts) -> None:
-            while time.perf_counter() - began < size.seconds:
-                await run(boxes[at], command)
-                counts[at] += 1
-
-        await asyncio.gather(*(work(at) for at in range(BOXES)))
-        found[f"execs_per_s_{BOXES} {command}"] = sum(counts) / (milliseconds(began) / 1000)
+        found[f"execs_per_s_{BOXES} {command}"] = await together(boxes, command)
     await asyncio.gather(*(manager.release(box) for box in boxes))
 
 
