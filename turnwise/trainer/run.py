@@ -29,15 +29,8 @@ from turnwise.inference.fleet import Fleet
 from turnwise.inference.renderer import save_format
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts
-<<<<<<< HEAD
-from turnwise.rollout.managers import Rollouts, check_manager, create_manager
-from turnwise.rollout.replay_setup import make_buffer, make_strategy
-from turnwise.rollout.writer import TrajectoryWriter
-=======
 from turnwise.rollout.managers import Rollouts, create_manager
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival
->>>>>>> 72012ab (feat(trainer): mode sync, colocate_async or separate_async; a run writes down what ran when)
+from turnwise.rollout.replay_setup import make_buffer
 from turnwise.tasks import Task
 from turnwise.trainer.budget import Budget
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng
@@ -281,61 +274,6 @@ async def open_run(
         run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
 
 
-<<<<<<< HEAD
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """What a run begins or goes on with."""
-
-    store: CheckpointStore
-    state: TrainerState
-    renderer: Renderer
-    tasks: TaskStream
-    eval_tasks: list[Task]
-    learner: Learner
-    kl: KLGuard | None
-    critic: Critic | None
-    frozen: dict[str, Renderer]
-    began: float
-
-
-async def _read(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> _Start:
-    """Read everything that can be wrong; change nothing."""
-    began = time.monotonic()
-    check_manager(config.rollout, config.custom)
-    make_strategy(config.replay, config.replay_facts)
-    load_credit(config.algorithm.credit)
-    digest = config_digest(config)
-    store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
-    if fresh:
-        home.check_removable(config)
-        latest, state = None, TrainerState(0)
-    else:
-        latest, state = home.resume_point(store, digest)
-    state.config_digest = digest
-    policy = config.policy
-    renderer = config.renderer.load(policy.model.path)
-    console.print(f"chat format: {renderer.describe()['format']} ({renderer.describe()['proof']})", highlight=False)
-    frozen = load_renderers(config.rollout.frozen, Path(policy.model.path))
-    check_teacher(config.algorithm.distill, config.rollout.frozen, Path(policy.model.path))
-    tasks, reports = await open_tasks(config, renderer, state)
-    eval_tasks: list[Task] = []
-    if config.eval is not None:
-        held_out = await load_eval_tasks(config.eval, config.rollout, renderer)
-        eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
-    for report in reports:
-        console.print(f"tasks: {report}", highlight=False, markup=False)
-    learner = open_learner(policy, config.optimizer_steps, model_path=latest)
-    guard = KLGuard.open(config, learner, state.kl_coef)
-    critic = Critic.create(policy, learner, config.critic_steps, directory=latest and latest / CRITIC)
-    if latest is not None:
-        learner.load(latest)
-        restore_rng(state.rng)
-        console.print(f"resuming {home.path} at step {state.step}", highlight=False)
-    return _Start(store, state, renderer, tasks, eval_tasks, learner, guard, critic, frozen, began)
-
-
-=======
->>>>>>> 72012ab (feat(trainer): mode sync, colocate_async or separate_async; a run writes down what ran when)
 async def _assemble(
     config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
 ) -> TrainRun:

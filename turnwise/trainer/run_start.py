@@ -16,6 +16,7 @@ from turnwise.evaluation.runner import load_eval_tasks
 from turnwise.inference.core import Renderer
 from turnwise.inference.frozen import load_renderers
 from turnwise.rollout.managers import check_manager
+from turnwise.rollout.replay_setup import make_strategy
 from turnwise.tasks import Task
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, restore_rng
 from turnwise.trainer.config import TrainConfig
@@ -52,6 +53,7 @@ async def read_start(config: TrainConfig, home: RunDirectory, console: Console, 
     """Read everything that can be wrong; change nothing."""
     began = time.monotonic()
     check_manager(config.rollout, config.custom)
+    make_strategy(config.replay, config.replay_facts)
     load_credit(config.algorithm.credit)
     digest = config_digest(config)
     store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
