@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from turnwise.trainer.collate import collate_padded
     from turnwise.trainer.config import TrainConfig
     from turnwise.trainer.engines import register_engine
+    from turnwise.trainer.hooks import Hooks
     from turnwise.trainer.losses import register_loss
     from turnwise.trainer.offline.config import DPOConfig, RewardModelConfig, SFTConfig
     from turnwise.trainer.offline.dpo import run_dpo
@@ -102,6 +103,7 @@ _HOMES = {
     "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
     "trainer.advantages": ("register_advantage",),
     "trainer.engines": ("register_engine",),
+    "trainer.hooks": ("Hooks",),
     "trainer.losses": ("register_loss",),
     "trainer.collate": ("collate_padded",),
     "trainer.algorithms": (
@@ -151,6 +153,7 @@ __all__ = [
     "Episode",
     "EvalConfig",
     "EvalResult",
+    "Hooks",
     "InferenceError",
     "KLCov",
     "LLMClient",

@@ -70,6 +70,7 @@ class Trainer:
         env: The environment, in the same forms.
         model: Directory of the Hugging Face model that is trained.
         name: Name of the run; its directory is ``runs/NAME``. By default it is called after the agent or environment.
+        hooks: Subclasses of :class:`~turnwise.trainer.hooks.Hooks` or references to them; one, or several in a list.
         n_runners: How many episodes run at the same time (``rollout.concurrency``).
         console: Where progress is shown; by default standard error.
 
@@ -87,13 +88,21 @@ class Trainer:
         model: str | Path | None = None,
         name: str | None = None,
         n_runners: int | None = None,
+        hooks: Named | Sequence[Named] | None = None,
         console: Console | None = None,
     ) -> None:
         self._config = config
         self._overrides = overrides
         self._algorithm = None if algorithm is None else as_algorithm(algorithm)
         self._agent, self._env = agent, env
-        self._options = {"policies.main.model.path": model, "name": name, "rollout.concurrency": n_runners}
+        self._options: dict[str, Any] = {
+            "policies.main.model.path": model,
+            "name": name,
+            "rollout.concurrency": n_runners,
+        }
+        if hooks is not None:
+            listed = hooks if isinstance(hooks, (list, tuple)) else [hooks]
+            self._options["hooks"] = [_plain(each, "hooks") for each in listed]
         self._console = console
 
     def fit(

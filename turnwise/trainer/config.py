@@ -20,6 +20,7 @@ from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
+from turnwise.trainer.hooks import HookNames
 from turnwise.trainer.lora import LoRAConfig
 from turnwise.trainer.modes import Mode, OverlapConfig, check_mode
 from turnwise.types import StopReason
@@ -262,6 +263,8 @@ class TrainConfig(_Section):
         overlap: What the asynchronous modes do at the same time.
         eval: Evaluation on held-out tasks; None evaluates nothing.
         checkpoint: When checkpoints are written.
+        hooks: Classes whose methods run at named moments (``trainer/hooks.py``), as ``path/to/file.py:Class``; one, or
+            several in the order in which they are called.
         custom: Handed to the extension as it is; nothing here reads it.
     """
 
@@ -285,6 +288,7 @@ class TrainConfig(_Section):
     overlap: OverlapConfig = OverlapConfig()
     eval: TrainEvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    hooks: HookNames = ()
     custom: dict[str, Any] = Field(default_factory=dict)
 
     @property

@@ -38,6 +38,7 @@ from turnwise.trainer.config import PolicyConfig, TrainConfig
 from turnwise.trainer.credit import load_credit
 from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines.torch import pick_device
+from turnwise.trainer.hooks import load_hooks
 from turnwise.trainer.lora import LoRAConfig
 from turnwise.trainer.model_words import check_words
 from turnwise.trainer.policy import try_adapters
@@ -119,7 +120,13 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
         await checker.run("wrappers", checker.wrappers())
     if config.rollout.group_reward is not None:
         await checker.run("group reward", checker.group_reward())
+    if config.hooks:
+        await checker.run("hooks", _hooks(config))
     return DryRun(checker.checks, list(_plan(config)))
+
+
+async def _hooks(config: TrainConfig) -> str:
+    return ", ".join(each.__qualname__ for each in load_hooks(config.hooks))
 
 
 class _Wanting(TurnwiseError):

@@ -41,6 +41,7 @@ from turnwise.trainer.diagnostics.gap import Gaps
 from turnwise.trainer.diagnostics.report import Diagnostics
 from turnwise.trainer.distill import Teacher
 from turnwise.trainer.feed import Feed
+from turnwise.trainer.hook_calls import STOPPED, HookCalls
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
 from turnwise.trainer.metrics import checked
@@ -89,6 +90,7 @@ class TrainRun:
         saved_step: The step of the newest checkpoint.
         torn: Whether an update has begun that has not ended: the weights are then no step's.
         shown: Figures of evaluations that the display has not shown yet.
+        hooks: Code of the user's that runs at named moments.
     """
 
     config: TrainConfig
@@ -119,15 +121,18 @@ class TrainRun:
     saved_step: int = 0
     torn: bool = False
     shown: dict[str, float] = field(default_factory=dict)
+    hooks: HookCalls = field(default_factory=HookCalls)
     counted_until: float = field(default_factory=time.monotonic)
 
     @property
     def ended(self) -> str | None:
-        """Why the run ends after the step that it stands at: the limit that is spent, or None where it goes on."""
+        """Why the run ends after the step that it stands at: the limit that is spent, ``hook`` where a hook stopped it,
+        or None where it goes on.
+        """
         now = time.monotonic()
         self.budget.spend(wall_time=now - self.counted_until)
         self.counted_until = now
-        return self.budget.ended
+        return STOPPED if self.hooks.stopped else self.budget.ended
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
@@ -211,6 +216,7 @@ class TrainRun:
         if plan is None or not self.eval_tasks:
             return None
         self.display.status(f"{label}: evaluating {len(self.eval_tasks)} tasks")
+        await self.hooks.validate_begin()
         with self.timeline.span(EVALUATION, label):
             result = await evaluate(self.manager, plan, tasks=self.eval_tasks, label=label)
         self.last_eval = result.to_json()
@@ -219,6 +225,7 @@ class TrainRun:
             RunDirectory(self.directory).note(first_eval=self.first_eval)
         self.metrics.log({"kind": "eval", "step": self.state.step, "label": label, **self.last_eval})
         self.shown = {f"eval/{name}": summary.success.mean for name, summary in result.parts.items()}
+        await self.hooks.validate_end(result)
         return result
 
     def save(self) -> None:
@@ -261,6 +268,7 @@ async def open_run(
         # Called last, when the servers have ended: then their CPU time is that of children.
         stack.callback(lambda: home.spend(time.monotonic() - started, cpu_seconds()))
         run = await _assemble(config, directory, start, part, console, stack)
+        run.hooks = HookCalls.open(start.hooks, run)
         run.first_eval = home.read().get("first_eval")
         stack.callback(_save_unsaved, run)
         if run.state.step or config.policy.model.continues_adapter:

@@ -25,6 +25,7 @@ from turnwise.trainer.critic import Critic
 from turnwise.trainer.data import TaskStream, open_tasks
 from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines import open_learner
+from turnwise.trainer.hooks import Hooks, load_hooks
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.reference import KLGuard
 from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
@@ -47,6 +48,7 @@ class Start:
     critic: Critic | None
     frozen: dict[str, Renderer]
     began: float
+    hooks: list[type[Hooks]]
 
 
 async def read_start(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> Start:
@@ -55,6 +57,7 @@ async def read_start(config: TrainConfig, home: RunDirectory, console: Console, 
     check_manager(config.rollout, config.custom)
     make_strategy(config.replay, config.replay_facts)
     load_credit(config.algorithm.credit)
+    hooks = load_hooks(config.hooks)
     digest = config_digest(config)
     store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
     if fresh:
@@ -82,4 +85,4 @@ async def read_start(config: TrainConfig, home: RunDirectory, console: Console, 
         learner.load(latest)
         restore_rng(state.rng)
         console.print(f"resuming {home.path} at step {state.step}", highlight=False)
-    return Start(store, state, renderer, tasks, eval_tasks, learner, guard, critic, frozen, began)
+    return Start(store, state, renderer, tasks, eval_tasks, learner, guard, critic, frozen, began, hooks)

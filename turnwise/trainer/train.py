@@ -41,8 +41,8 @@ class TrainSummary:
         after: Figures of the last one.
         wall_s: Seconds, all parts of the run together.
         cpu_s: CPU seconds of all its processes.
-        ended_by: The limit that ended it (``steps``, ``trained_tokens``, ``sampled_tokens``, ``wall_time``), or
-            ``algorithm`` where an algorithm of the user's returned before.
+        ended_by: The limit that ended it (``steps``, ``trained_tokens``, ``sampled_tokens``, ``wall_time``),
+            ``hook`` where a hook stopped it, or ``algorithm`` where an algorithm of the user's returned before.
         spent: What was spent of each limit, and of those that were not set.
     """
 
@@ -107,11 +107,13 @@ async def train(
     directory = config.runs / config.name
     with _sigterm_cancels():
         async with open_run(config, directory, console, fresh=fresh) as run:
+            await run.hooks.init_end()
             if run.state.step == 0:
                 await run.evaluate("step-0")
-            await loop(run)
-            ended = run.ended
-            result = await run.evaluate(f"step-{run.state.step}-final")
+            async with run.hooks.training():
+                await loop(run)
+                ended = run.ended
+                result = await run.evaluate(f"step-{run.state.step}-final")
     used = RunDirectory(directory).read()
     summary = TrainSummary(
         directory,
@@ -126,7 +128,9 @@ async def train(
     summary.write()
     if result is not None:
         console.print(result_table(result, f"{config.name} after {run.state.step} steps"))
-    if run.budget.limits.keys() - {"steps"}:
+    if run.hooks.stopped:
+        console.print(f"{config.name}: {run.hooks.stopped}", highlight=False, markup=False)
+    elif run.budget.limits.keys() - {"steps"}:
         console.print(f"{config.name}: {run.budget.why(ended)}", highlight=False)
     return summary
 

@@ -11,7 +11,15 @@ import numpy as np
 
 from turnwise.trainer.packing import TrainRow
 
-_SUMS = ("batch/", "dropped/", "train/tokens", "train/updates", "train/skipped_updates", "train/non_finite_updates")
+_SUMS = (
+    "batch/",
+    "dropped/",
+    "replay/dropped/",
+    "train/tokens",
+    "train/updates",
+    "train/skipped_updates",
+    "train/non_finite_updates",
+)
 _SUMS_TOO = ("replay/wait_s", "replay/failed", "distill/unscored_tokens")
 _LAST = ("lr/", "critic/lr", "kl/coef", "replay/")
 _OF_TOKENS = ("train/", "gap/", "lag/", "critic/", "correction/", "kl/", "distill/")

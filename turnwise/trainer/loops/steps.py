@@ -23,6 +23,7 @@ from turnwise.trainer.experience import Collected, Experience, build_experience,
 from turnwise.trainer.loops.parts import combined, lags
 from turnwise.trainer.modes import Mode
 from turnwise.trainer.run import TrainRun
+from turnwise.trainer.sampling import sample_groups
 from turnwise.trainer.timeline import SYNC, UPDATE, WAIT
 from turnwise.trainer.update import update_policy
 from turnwise.trajectory import TrajectoryGroup
@@ -76,12 +77,18 @@ async def roll_out(run: TrainRun, requests: Sequence[RolloutRequest], *, given: 
         TrainError: All of them were dropped, and ``given``.
         InferenceError: The inference server died twice.
     """
+    await run.hooks.step_begin()
     run.feed.issue(requests, given=given)
-    return await wait_for(run, len(requests))
+    return await wait_for(run, len(requests), refill=not given)
 
 
-async def wait_for(run: TrainRun, groups: int) -> Batch:
+async def wait_for(run: TrainRun, groups: int, *, refill: bool = True) -> Batch:
     """Wait until the buffer hands out a batch of groups.
+
+    Args:
+        run: The run.
+        groups: How many.
+        refill: Whether groups that hooks drop are replaced by those of the next tasks.
 
     Raises:
         InferenceError: The inference server died twice.
@@ -89,13 +96,7 @@ async def wait_for(run: TrainRun, groups: int) -> Batch:
     started, step = time.monotonic(), run.state.step + 1
     run.display.status(f"step {step}: rolling out")
     with run.timeline.span(WAIT, step):
-        ref, metrics = await run.buffer.sample(step, "train", groups)
-    # Only a function of the user's may want to read what was said.
-    fields = ("tokens", "rewards", "metrics", *(("messages",) if run.config.algorithm.credit.custom else ()))
-    # What the buffer handed out is trained, whatever interrupts the run from here on.
-    taken = await uninterrupted(run.buffer.fetch(ref, fields))
-    await uninterrupted(run.buffer.release(ref))
-    run.feed.done(ref, taken)
+        taken, metrics = await sample_groups(run, groups, refill=refill)
     rolled_out = (each for group in taken for each in (*group.trajectories, *group.baselines))
     mine = [each for each in rolled_out if each.policy == TRAINED]
     run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))
@@ -191,8 +192,12 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
     synced = time.monotonic()
     metrics = combined([each.metrics for each in parts]) | run.tasks.metrics() | sent
     metrics |= _times(run.config.mode, parts, synced, metrics) | {"time/sync_s": synced - began}
-    run.log(metrics)
-    run.diagnose(parts[0].gaps, [group for each in parts for group in each.batch.groups])
+    groups = [group for each in parts for group in each.batch.groups]
+    try:
+        metrics = await run.hooks.step_end(metrics, groups)
+    finally:
+        run.log(metrics)
+    run.diagnose(parts[0].gaps, groups)
     return metrics
 
 

@@ -1,0 +1,237 @@
+"""When hooks are called, what they see, and what becomes of what they ask for.
+
+Owns: :class:`HookCalls`: one for a run. Refuses: the moments within a step, which loops and ``sampling.py`` choose.
+A run without hooks does nothing here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from turnwise.errors import TrainError, shown
+from turnwise.evaluation.result import EvalResult
+from turnwise.trainer.hooks import CALLS, Hooks
+from turnwise.trajectory import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from turnwise.trainer.run import TrainRun
+
+STOPPED: Final = "hook"
+"""What ended a run that a hook stopped."""
+
+
+class HookCalls:
+    """Calls the hooks of a run, in the order in which they are configured.
+
+    Attributes:
+        stopped: Which hook stopped the run, and why; None while it goes on.
+        timing_raw: Seconds by part of the step.
+        refills: Groups that the hooks dropped out of the batch, since :meth:`sample_begin`.
+        dropped: The groups that they dropped in this step, by why.
+    """
+
+    def __init__(self, hooks: Sequence[Hooks] = (), run: TrainRun | None = None) -> None:
+        self._hooks = list(hooks)
+        self._run = run
+        self._step: int | None = None
+        self._may_drop = False
+        self._metrics: dict[str, float] = {}
+        self._batch: list[TrajectoryGroup] = []
+        self._gone: list[TrajectoryGroup] = []
+        self._evaluation: EvalResult | None = None
+        self._error: BaseException | None = None
+        self.timing_raw: dict[str, float] = {}
+        self.stopped: str | None = None
+        self.refills = 0
+        self.dropped: Counter[str] = Counter()
+
+    @classmethod
+    def open(cls, classes: Sequence[type[Hooks]], run: TrainRun) -> HookCalls:
+        """Make the hooks of a run.
+
+        Raises:
+            TrainError: A constructor raised.
+        """
+        made: list[Hooks] = []
+        for each in classes:
+            try:
+                made.append(each())
+            except Exception as error:
+                raise TrainError(_said(each, "__init__", error)) from error
+        return cls(made, run)
+
+    @property
+    def max_refills(self) -> int:
+        """How often a step fills its batch again."""
+        return max((each.max_refills for each in self._hooks), default=0)
+
+    async def init_end(self) -> None:
+        """Call ``on_init_end``."""
+        await self._call("on_init_end")
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Call ``on_train_begin`` before, and ``on_train_end`` after it, whatever ended it."""
+        try:
+            await self._call("on_train_begin")
+            yield
+        except BaseException as error:
+            self._error = error
+            for text in await self._end():
+                # What ended the run is what its caller is told; this must not hide it.
+                self._say(f"warning: {text}")
+            raise
+        wrong = await self._end()
+        for text in wrong[1:]:
+            self._say(f"warning: {text}")
+        if wrong:
+            raise TrainError(wrong[0])
+
+    async def validate_begin(self) -> None:
+        """Call ``on_validate_begin``."""
+        await self._call("on_validate_begin", partition="val")
+
+    async def validate_end(self, result: EvalResult) -> None:
+        """Call ``on_validate_end``."""
+        self._evaluation = result
+        await self._call("on_validate_end", partition="val")
+
+    async def step_begin(self) -> None:
+        """Call ``on_step_begin``, once in a step."""
+        if self._hooks and self._step is None:
+            self._step = self._of_run().state.step + 1
+            self.timing_raw = {}
+            self.dropped.clear()
+            await self._call("on_step_begin")
+
+    async def step_end(self, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Call ``on_step_end`` and return what is logged.
+
+        Args:
+            metrics: What the step measured.
+            groups: What it trained.
+
+        Raises:
+            TrainError: A hook raised, or added what is no number; the metrics of the step are logged all the same.
+        """
+        if not self._hooks:
+            return dict(metrics)
+        self._batch = list(groups)
+        self._metrics.update({name: value for name, value in metrics.items() if name not in self._metrics})
+        times = {name: value for name, value in metrics.items() if name.startswith("time/") and name.endswith("_s")}
+        self.timing_raw.update({name.removeprefix("time/"): value for name, value in times.items()})
+        await self._call("on_step_end")
+        self._step = None
+        logged, self._metrics, self._batch = self._metrics, {}, []
+        for name, value in logged.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TrainError(f"a hook set metrics[{name!r}] to {shown(value)}: a number can be logged")
+        return logged
+
+    async def sample_begin(self) -> None:
+        """Call ``on_sample_begin``."""
+        self.refills = 0
+        await self._call("on_sample_begin")
+
+    async def sample_end(self, batch: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Call ``on_sample_end`` and return what the hooks left of the batch."""
+        if not self._hooks:
+            return batch
+        self._batch, self._may_drop = batch, True
+        try:
+            await self._call("on_sample_end")
+        finally:
+            self._may_drop = False
+        return self._batch
+
+    def request(self, groups: int) -> None:
+        """Have further groups rolled out."""
+        if groups < 1:
+            raise TrainError(f"request({groups}): at least 1 group can be asked for")
+        feed = self._of_run().feed
+        feed.issue(feed.next(groups))
+
+    def drop(self, group: TrajectoryGroup, why: str) -> None:
+        """Leave a group out of the batch, and have it replaced."""
+        if not self._may_drop:
+            raise TrainError(f"drop({group.id!r}) was called outside of on_sample_end: only there a batch may change")
+        if not any(each is group for each in self._batch) or any(each is group for each in self._gone):
+            raise TrainError(f"drop({group.id!r}): self.batch holds no such group, or no more")
+        # It leaves the list when the hook has returned, which may be going through it.
+        self._gone.append(group)
+        self.refills += 1
+        self.dropped[why] += 1
+
+    def stop(self, hook: Hooks, why: str) -> None:
+        """End the run after this step."""
+        self.stopped = self.stopped or f"{type(hook).__name__} stopped the run: {why}"
+
+    async def _end(self) -> list[str]:
+        """Call all ``on_train_end``; return what went wrong in them."""
+        wrong: list[str] = []
+        for hook in self._hooks:
+            try:
+                await self._one(hook, "on_train_end", "train")
+            except TrainError as error:
+                wrong.append(str(error))
+        return wrong
+
+    async def _call(self, name: str, *, partition: str = "train") -> None:
+        for hook in self._hooks:
+            await self._one(hook, name, partition)
+
+    async def _one(self, hook: Hooks, name: str, partition: str) -> None:
+        run = self._of_run()
+        hook.verbs = self
+        hook.global_steps = run.state.step if self._step is None else self._step
+        hook.config, hook.replay_buffer, hook.partition = run.config, run.buffer, partition
+        hook.timing_raw, hook.metrics, hook.batch = self.timing_raw, self._metrics, self._batch
+        hook.evaluation, hook.error = self._evaluation, self._error
+        try:
+            found = CALLS[name](hook)
+            if inspect.isawaitable(found):
+                await found
+        except Exception as error:
+            raise TrainError(_said(type(hook), name, error)) from error
+        # A hook may have put others in their place.
+        self._metrics = hook.metrics
+        if self._may_drop:
+            self._batch = [each for each in _groups(hook) if not any(each is gone for gone in self._gone)]
+            self._gone = []
+
+    def _of_run(self) -> TrainRun:
+        assert self._run is not None, "hooks belong to a run"
+        return self._run
+
+    def _say(self, text: str) -> None:
+        self._of_run().display.say(text)
+
+
+def _groups(hook: Hooks) -> list[TrajectoryGroup]:
+    batch = hook.batch
+    if not isinstance(batch, list) or not all(isinstance(each, TrajectoryGroup) for each in batch):
+        what = f"hook {type(hook).__name__}.on_sample_end left {shown(batch)} in self.batch"
+        raise TrainError(f"{what}: it must be a list of TrajectoryGroup")
+    return batch
+
+
+def _said(cls: type[Hooks], name: str, error: Exception) -> str:
+    """Return which hook raised what, and where in its file."""
+    home = _file_of(cls)
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if home is not None and Path(frame.filename) == home] or frames[-1:]
+    place = f" at {mine[-1].filename}:{mine[-1].lineno}" if mine else ""
+    return f"hook {cls.__name__}.{name} raised {type(error).__name__}{place}: {error}"
+
+
+def _file_of(cls: type[Hooks]) -> Path | None:
+    try:
+        return Path(inspect.getfile(cls))
+    except (OSError, TypeError):
+        return None
