@@ -85,7 +85,10 @@ class LocalReplayBuffer(ReplayBuffer):
         key = group.id if flight is None else flight.key
         # It may give two of them one name, too.
         name = group.id if group.id not in ready else f"{group.id}#{self._arrived}"
-        ready[name] = replace(facts_of(group, key, self._arrived), id=name), group
+        facts = replace(facts_of(group, key, self._arrived), id=name)
+        if facts.oldest_version is None and flight is not None:
+            facts = replace(facts, oldest_version=flight.version)
+        ready[name] = facts, group
         self._arrived += 1
         self._notify()
 

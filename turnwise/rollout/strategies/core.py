@@ -25,7 +25,8 @@ class GroupFacts:
         task_id: Its task.
         partition: ``train`` or ``val``.
         arrived: Its place in the order in which groups arrived, from 0.
-        oldest_version: The oldest weights that sampled a token of it; None where nothing was sampled.
+        oldest_version: The oldest weights that sampled a token of it. Where nothing was sampled, those of the servers
+            when it was asked for; None where nobody asked, either.
         rewards: Of its members, failed ones left out.
         failed: Members that ended in an error.
         sampled_tokens: Of all its members.

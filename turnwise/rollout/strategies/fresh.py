@@ -5,6 +5,7 @@ Owns: :class:`Arrival`, :class:`OnPolicy` and :class:`Bounded`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -23,8 +24,11 @@ def split_stale(ready: Sequence[GroupFacts], step: int, bound: int | None) -> tu
 
 
 def oldest_first(groups: Sequence[GroupFacts]) -> list[GroupFacts]:
-    """Return groups by the age of what sampled them, then by arrival; first those in which nothing was sampled."""
-    return sorted(groups, key=lambda each: (-1 if each.oldest_version is None else each.oldest_version, each.arrived))
+    """Return groups by the age of what sampled them, then by arrival; last those that never grow old."""
+    never = math.inf
+    return sorted(
+        groups, key=lambda each: (never if each.oldest_version is None else each.oldest_version, each.arrived)
+    )
 
 
 def ordered(groups: Sequence[GroupFacts], order: Order) -> tuple[str, ...]:
@@ -102,7 +106,8 @@ class Bounded(Strategy):
         and a group that flies could stand in that batch instead of one that has more time.
         """
         of_step, left = room
-        last = [step if each.oldest_version is None else each.oldest_version + 1 + self._bound for each in queue]
+        versions = (math.inf if each.oldest_version is None else each.oldest_version for each in queue)
+        last = [version + 1 + self._bound for version in versions]
         # What flies past the bound already is dropped when it comes: nobody waits for it.
         flights = [due for each in flying if (due := each.version + 1 + self._bound) >= step]
         for due in set(flights):

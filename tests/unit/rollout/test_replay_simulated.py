@@ -1,0 +1,63 @@
+"""On a simulated clock: whatever takes how long, fails or is killed, what a strategy promises holds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.replay_sim import Plan, Simulation
+from turnwise.rollout.replay_config import ReplayConfig, RunFacts
+from turnwise.rollout.replay_setup import make_admission, make_strategy
+
+PLANS = st.builds(
+    Plan,
+    seed=st.integers(0, 10**6),
+    groups=st.sampled_from([2, 4, 6]),
+    parts=st.sampled_from([1, 2]),
+    longest=st.sampled_from([0.5, 8.0, 40.0]),
+    lost=st.sampled_from([0.0, 0.3]),
+    failed=st.sampled_from([0.0, 0.3]),
+    kills=st.integers(0, 3),
+)
+SECTIONS = {
+    "on_policy": {"strategy": "on_policy"},
+    "wait": {"strategy": "bounded", "when_stale": "wait", "max_staleness": 2, "ahead": 2},
+    "wait_1": {"strategy": "bounded", "when_stale": "wait"},
+    "wait_far": {"strategy": "bounded", "when_stale": "wait", "max_staleness": 4, "ahead": 1},
+    "drop": {"strategy": "bounded", "when_stale": "drop", "max_staleness": 1, "ahead": 2},
+    "fifo": {"strategy": "fifo"},
+    "prioritised": {"strategy": "prioritised", "max_staleness": 3, "ahead": 2},
+    "mixed": {"strategy": "mixed", "max_staleness": 4, "stored_share": 0.5, "max_uses": 3, "keep_groups": 5},
+}
+
+
+def run(plan: Plan, **section: object) -> tuple[Simulation, ReplayConfig]:
+    config = ReplayConfig.model_validate(section)
+    facts = RunFacts(plan.groups, sync=False, seed=plan.seed)
+    simulation = Simulation(plan, make_strategy(config, facts), make_admission(config, facts))
+    asyncio.run(simulation.run())
+    return simulation, config
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+@settings(max_examples=20, deadline=None)
+@given(plan=PLANS)
+def test_bounds_hold_and_nothing_is_lost(name: str, plan: Plan) -> None:
+    done, config = run(plan, **SECTIONS[name])
+    assert done.step == plan.steps
+    bound = make_admission(config, RunFacts(plan.groups, sync=False)).bound
+    if bound is not None:
+        assert max(done.staleness) <= bound
+    uses = config.max_uses if name == "mixed" else 1
+    assert max(done.trained.values()) <= uses
+    # Each group that was asked for in the run as it stands was trained, was dropped and counted, or is on its way.
+    asked = {f"task-{number}" for number in range(done.position)}
+    assert asked == done.trained.keys() | done.dropped.keys() | done.outstanding.keys()
+    assert not done.trained.keys() & done.dropped.keys()
+    assert sum(done.trained.values()) == plan.steps * plan.groups
+    assert set(done.dropped.values()) <= {"stale"}
+    if name in ("on_policy", "fifo") or name.startswith("wait"):
+        assert done.dropped == {}

@@ -1,0 +1,152 @@
+"""What each strategy takes, drops and waits for; how far rollouts may run ahead; the section's errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.config import load_config
+from turnwise.errors import ConfigError
+from turnwise.rollout.admission import Admission
+from turnwise.rollout.replay_config import ReplayConfig, RunFacts
+from turnwise.rollout.replay_setup import STRATEGIES, make_admission, make_strategy
+from turnwise.rollout.strategies import Bounded, Choice, Flight, GroupFacts, Mixed, OnPolicy, Prioritised
+from turnwise.rollout.strategies.weighed import priority
+
+EVEN, MIXED_REWARDS = (1.0, 1.0), (1.0, 0.0)
+
+
+def facts(name: str, version: int | None, rewards: tuple[float, ...] = MIXED_REWARDS, uses: int = 0) -> GroupFacts:
+    return GroupFacts(name, name, name, "train", ord(name[0]), version, rewards, uses=uses)
+
+
+def flight(version: int) -> Flight:
+    return Flight("f", "f", "train", version)
+
+
+def test_on_policy_takes_what_this_step_s_weights_sampled() -> None:
+    ready = [facts("b", 4), facts("a", 4), facts("o", 3)]
+    assert OnPolicy().choose(ready, [], 5, 2) == Choice(("a", "b"), (("o", "stale"),))
+    assert OnPolicy().choose(ready, [], 5, 3) == Choice(None, (("o", "stale"),))
+
+
+def test_bounded_waits_for_what_no_later_step_could_train() -> None:
+    ready = [facts("a", 4), facts("b", 4)]
+    # At step 5 a group of version 3 is one step old; at step 6 it would be two.
+    assert Bounded(1, "wait").choose(ready, [flight(3)], 5, 1).take is None
+    assert Bounded(1, "drop").choose(ready, [flight(3)], 5, 1).take == ("a",)
+    assert Bounded(2, "wait").choose(ready, [flight(3)], 5, 1).take == ("a",)
+    # Two of them, and one place in each of the steps 5 and 6: one of them must be in this one.
+    assert Bounded(2, "wait").choose(ready, [flight(3), flight(3)], 5, 1).take is None
+    # What is too old already is waited for by nobody.
+    assert Bounded(1, "wait").choose(ready, [flight(2)], 5, 1).take == ("a",)
+    # Of a batch of two the first half is asked for: the second half is still to come.
+    assert Bounded(1, "wait", step_groups=2).choose(ready, [flight(3)], 5, 1).take == ("a",)
+    assert Bounded(1, "wait", step_groups=2).choose(ready, [flight(3)], 5, 1, taken=1).take is None
+
+
+def test_the_oldest_are_taken_first_and_what_never_grows_old_last() -> None:
+    ready = [facts("n", None), facts("b", 4), facts("a", 3)]
+    assert Bounded(3).choose(ready, [], 5, 3).take == ("a", "b", "n")
+
+
+def test_priority_is_the_mean_magnitude_of_grpo_s_advantages() -> None:
+    # Rewards 1, 0, 0, 0: mean 1/4, off by 3/4 and three times 1/4, std with n - 1 is 1/2: (6/4 / 4) / 0.5 = 0.75.
+    assert priority((1, 0, 0, 0)) == pytest.approx(0.76, abs=1e-3)
+    assert priority((1, 1, 1)) == priority((1,)) == 0.01
+
+
+def test_prioritised_draws_in_proportion() -> None:
+    ready = [facts("a", 0, EVEN), facts("b", 0, MIXED_REWARDS)]
+
+    def share(alpha: float) -> float:
+        taken = Counter(Prioritised(alpha, seed=7).choose(ready, [], step, 1).take for step in range(1, 1001))
+        return taken["b",] / 1000
+
+    assert share(0.0) == pytest.approx(0.5, abs=0.05)
+    weight = (priority(MIXED_REWARDS) / priority(EVEN)) ** 0.3
+    assert share(0.3) == pytest.approx(weight / (1 + weight), abs=0.05)
+    # The same draw whatever arrived first.
+    turned = Prioritised(0.3, seed=7).choose(ready[::-1], [], 4, 2)
+    assert turned == Prioritised(0.3, seed=7).choose(ready, [], 4, 2)
+
+
+def test_mixed_takes_its_share_of_what_was_trained() -> None:
+    strategy = Mixed(0.5, 3, 10)
+    fresh = [facts(name, 4) for name in "abcd"]
+    stored = [facts("x", 1, uses=2), facts("y", 2, uses=1), facts("z", 3, uses=1), facts("w", 3, uses=3)]
+    taken = strategy.choose([*fresh, *stored], [], 5, 4).take
+    assert taken is not None
+    assert taken[:2] == ("a", "b")
+    assert set(taken[2:]) == {"y", "z"}
+    # Too few stored ones: fresh ones take their place, and are asked for.
+    assert strategy.choose([*fresh, stored[0]], [], 5, 4).take == ("a", "b", "c", "x")
+    assert strategy.lacks([fresh[0], stored[0]], [flight(4)], 5, 4) == 1
+
+
+def test_room_is_what_can_be_trained_in_time() -> None:
+    admission = Admission(4, ahead=2, bound=2)
+    assert admission.room(outstanding=0, version=7, step=8) == 12
+    # While step 8 is trained, what is asked for now can be trained in steps 9 and 10.
+    assert admission.room(outstanding=3, version=7, step=9) == 5
+    assert admission.room(outstanding=20, version=7, step=9) == 0
+    assert admission.room(outstanding=0, version=7, step=8, taken=2) == 10
+    assert Admission(4, ahead=2, bound=0).room(outstanding=0, version=7, step=9) == 0
+    assert Admission(4, ahead=1).room(outstanding=2, version=0, step=1) == 6
+
+
+def test_defaults_by_mode() -> None:
+    sync, apart = RunFacts(4, sync=True), RunFacts(4, sync=False)
+    assert isinstance(make_strategy(ReplayConfig(), sync), OnPolicy)
+    assert type(make_strategy(ReplayConfig(), apart)) is Bounded
+    assert make_admission(ReplayConfig(), sync) == Admission(4, 1, 0)
+    assert make_admission(ReplayConfig(), apart) == Admission(4, 1, 1)
+    mixed = load_config(ReplayConfig, defaults={"strategy": "mixed", "stored_share": 0.3})
+    assert make_admission(mixed, apart) == Admission(3, 1, None)
+    for name in STRATEGIES:
+        make_strategy(load_config(ReplayConfig, defaults={"strategy": name}), apart)
+
+
+OWN = """
+from turnwise.rollout.strategies import Choice, Strategy
+class Newest(Strategy):
+    def __init__(self, most=1):
+        self.most = most
+    def choose(self, ready, flying, step, batch_size, taken=0):
+        return Choice(tuple(each.id for each in ready[-batch_size:])) if len(ready) >= batch_size else Choice()
+class Other: pass
+"""
+
+
+def test_one_s_own_strategy(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+
+    def make(name: str, **config: Any) -> Any:
+        section = {"strategy": {"name": name, "config": config}}
+        return make_strategy(load_config(ReplayConfig, defaults=section), RunFacts(2, sync=True))
+
+    found = make(f"{tmp_path}/mine.py:Newest", most=3)
+    assert found.most == 3
+    assert found.choose([facts("a", 0), facts("b", 0)], [], 1, 1).take == ("b",)
+    with pytest.raises(ConfigError, match="is no strategy: subclass"):
+        make(f"{tmp_path}/mine.py:Other")
+    with pytest.raises(ConfigError, match=r"cannot be made with its config \{'least': 1\}"):
+        make(f"{tmp_path}/mine.py:Newest", least=1)
+    with pytest.raises(ConfigError, match="did you mean 'bounded'"):
+        make("bound")
+
+
+def test_a_key_that_the_strategy_does_not_read_is_named() -> None:
+    with pytest.raises(ConfigError, match="alpha is given, but the strategy bounded reads max_staleness, when_stale"):
+        load_config(ReplayConfig, defaults={"strategy": "bounded", "alpha": 1.0})
+    with pytest.raises(ConfigError, match=r"strategy\.config is for a class of your own"):
+        load_config(ReplayConfig, defaults={"strategy": {"name": "fifo", "config": {"x": 1}}})
+
+
+def test_staleness_of_lost_weights_is_that_of_the_step() -> None:
+    assert facts("a", 9).staleness(3) == 0
+    assert facts("a", None).staleness(3) == 0
+    assert facts("a", 1).staleness(3) == 1
