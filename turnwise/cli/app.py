@@ -26,6 +26,7 @@ from turnwise.cli import (
     runner,
     serve,
     sft,
+    timeline,
     train,
     view,
 )
@@ -51,6 +52,7 @@ app.command("gateway")(gateway.command)
 app.command("runner")(runner.command)
 app.command("view")(view.command)
 app.command("audit")(audit.command)
+app.command("timeline")(timeline.command)
 app.command("check-env")(check_env.command)
 app.command("check-sandbox")(check_sandbox.command)
 app.command("mcp")(mcp.command)

@@ -294,7 +294,7 @@ class TrainConfig(_Section):
     @property
     def replay_facts(self) -> RunFacts:
         """What the replay buffer may depend on besides its own section."""
-        return RunFacts(self.batch.groups, sync=True, seed=self.seed)
+        return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed)
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

@@ -1,7 +1,7 @@
 """Which loop trains, and what goes on at the same time: ``mode`` and ``overlap`` of ``turnwise train``.
 
-Owns: :class:`OverlapConfig` and :func:`check_mode`. Refuses: the loops (``loops/``), and how old a group may be when it
-is trained (``replay``).
+Owns: :class:`OverlapConfig` and :func:`check_mode`. Refuses: the loops (``loops/``), how far rollouts run ahead and how
+old a group may be when it is trained (``replay``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ class OverlapConfig(BaseModel):
     """What goes on while the trainer updates, in the two asynchronous modes.
 
     Attributes:
-        warmup_batches: How many batches of groups are on their way besides the one that is waited for.
         sampling: ``colocate_async``: whether servers ``continue`` to sample during an update, or ``pause`` because both
             do not fit the device. Tools and environments go on in either case.
         stream: ``separate_async``: in how many parts a batch is trained, each by one optimizer step as soon as its
@@ -26,7 +25,6 @@ class OverlapConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    warmup_batches: Annotated[int, Field(ge=0)] = 1
     sampling: Literal["continue", "pause"] = "continue"
     stream: Annotated[int, Field(ge=1)] = 1
 

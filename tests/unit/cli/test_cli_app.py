@@ -25,6 +25,7 @@ COMMANDS = (
     "audit",
     "check-env",
     "check-sandbox",
+    "timeline",
     "version",
 )
 

@@ -78,7 +78,9 @@ def nothing_trained(metrics: Metrics, setting: Setting) -> str | None:  # noqa: 
 
 
 def gap(metrics: Metrics, setting: Setting) -> str | None:
-    """Trainer and server should agree on equal weights."""
+    """Trainer and server should agree on equal weights; on others (an asynchronous mode) they cannot."""
+    if metrics.get("lag/max", 0.0) > 0:
+        return None
     mean, largest = metrics.get("gap/mean", 0.0), metrics.get("gap/max", 0.0)
     far = setting.exact and largest > MOST_GAP_EXACT
     if mean <= MOST_GAP and not far:

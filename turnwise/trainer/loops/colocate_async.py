@@ -3,7 +3,7 @@
 Owns: :func:`train_colocate_async`. Refuses: what a step is made of (``steps.py``), and how old a group may be when it
 is trained (``rollout/strategies.py``).
 
-    rollouts  ====================|  |====================|  |=====     groups, always warmup_batches + 1 batches
+    rollouts  ====================|  |====================|  |=====     groups, replay.ahead batches of them
     trainer        [update step 1]          [update step 2]             each as soon as a batch of groups is there
     weights                        v1                      v2           what is being sampled is answered as it is,
                                                                         and gone on with under the new weights
@@ -12,7 +12,7 @@ is trained (``rollout/strategies.py``).
 from __future__ import annotations
 
 from turnwise.trainer.apart import Apart
-from turnwise.trainer.loops.steps import finish_step, learn, publish, wait_for
+from turnwise.trainer.loops.steps import ask_ahead, finish_step, learn, publish, wait_for
 from turnwise.trainer.run import TrainRun
 
 
@@ -26,16 +26,17 @@ async def train_colocate_async(run: TrainRun) -> None:
         TrainError: Every episode of a step failed.
         InferenceError: The inference server died twice.
     """
-    groups, pauses = run.config.batch.groups, run.config.overlap.sampling == "pause"
-    ahead = groups * (1 + run.config.overlap.warmup_batches)
+    pauses = run.config.overlap.sampling == "pause"
     with Apart() as apart:
         while not run.ended:
-            run.feed.top_up(ahead)
-            batch = await wait_for(run, groups)
-            run.feed.top_up(ahead)
+            step = run.state.step + 1
+            ask_ahead(run, step)
+            batch = await wait_for(run, run.config.batch.groups)
+            ask_ahead(run, step + 1)
             if pauses:
                 await run.pause_servers()
             learned = await learn(run, batch, apart)
             run.advance()
             await publish(run, [learned], still=True)
+            ask_ahead(run, step + 1)
             await finish_step(run)

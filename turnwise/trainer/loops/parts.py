@@ -22,7 +22,7 @@ _SUMS = (
 )
 _SUMS_TOO = ("replay/wait_s", "replay/failed", "distill/unscored_tokens")
 _LAST = ("lr/", "critic/lr", "kl/coef", "replay/")
-_OF_TOKENS = ("train/", "gap/", "lag/", "critic/", "correction/", "kl/", "distill/")
+_OF_TOKENS = ("train/", "lag/", "critic/", "correction/", "kl/", "distill/")
 
 
 def shares(groups: int, parts: int) -> list[int]:
@@ -34,8 +34,9 @@ def shares(groups: int, parts: int) -> list[int]:
 def combined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of a step from those of its parts.
 
-    Counts are added, the largest of maxima counts, the last of rates and of what is left. All else are means: what
-    concerns tokens weighted by the trained tokens of the parts that have it, the rest by their trajectories.
+    Counts are added, the largest of maxima counts, the last of rates and of what is left, the first of gaps. All else
+    are means: what concerns tokens weighted by the trained tokens of the parts that have it, the rest by their
+    trajectories.
 
     Args:
         parts: In the order in which they were trained; one alone is the step's.
@@ -46,9 +47,12 @@ def combined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for name in dict.fromkeys(name for part in parts for name in part):
         having = [part for part in parts if name in part]
         values = [part[name] for part in having]
-        if name.startswith(_SUMS) or name in _SUMS_TOO:
+        if name.startswith("gap/"):
+            # Later parts are trained by other weights than those that the step began with.
+            found[name] = values[0]
+        elif name.startswith(_SUMS) or name in _SUMS_TOO:
             found[name] = sum(values)
-        elif name.endswith(("_max", "/max", "/worst_turn")):
+        elif name.endswith(("_max", "/max")):
             found[name] = max(values)
         elif name.startswith(_LAST):
             found[name] = values[-1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from turnwise.errors import TrainError
 from turnwise.trainer.apart import Apart
 from turnwise.trainer.loops.parts import shares
-from turnwise.trainer.loops.steps import Learned, finish_step, learn, publish, wait_for
+from turnwise.trainer.loops.steps import Learned, ask_ahead, finish_step, learn, publish, wait_for
 from turnwise.trainer.run import TrainRun
 
 
@@ -31,6 +31,7 @@ async def train_separate_async(run: TrainRun) -> None:
         while not run.ended:
             learned = await _stream(run, apart)
             await publish(run, learned)
+            ask_ahead(run, run.state.step + 1)
             await finish_step(run)
 
 
@@ -40,19 +41,17 @@ async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
     An interrupt between two parts ends the step with those that are trained: it is a short one, and nothing that was
     learned is lost.
     """
-    config, learned = run.config, list[Learned]()
-    ahead = config.batch.groups * (1 + config.overlap.warmup_batches)
-    sizes = shares(config.batch.groups, config.overlap.stream)
+    step, learned, taken = run.state.step + 1, list[Learned](), 0
+    sizes = shares(run.config.batch.groups, run.config.overlap.stream)
     try:
         for size in sizes:
-            run.feed.top_up(ahead)
+            ask_ahead(run, step, taken)
             batch = await wait_for(run, size)
-            run.feed.top_up(ahead)
+            taken += size
+            ask_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
             learned.append(await learn(run, batch, apart, part=len(sizes) > 1))
         if not any(each.metrics["batch/trajectories"] for each in learned):
-            raise TrainError(
-                f"step {run.state.step + 1}: every episode ended in an error; the last one: {run.last_error}"
-            )
+            raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
     finally:
         if learned and not run.torn:
             run.advance()

@@ -1,8 +1,8 @@
 """What a train step is made of, in any mode: wait for groups, learn from them, publish the weights, finish.
 
-Owns: :func:`roll_out`, :func:`wait_for`, :func:`learn`, :func:`publish`, :func:`train_on` and :func:`finish_step`, in
-the order of a step. The loops, and an algorithm of the user's (``training.py``), call them in an order of their own.
-Refuses: how metrics of parts become those of a step (``parts.py``).
+Owns: the functions of a step, in its order: :func:`ask_ahead`, :func:`roll_out`, :func:`wait_for`, :func:`learn`,
+:func:`publish`, :func:`train_on` and :func:`finish_step`. The loops, and an algorithm of the user's (``training.py``),
+call them in an order of their own. Refuses: how metrics of parts become those of a step (``parts.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
+from turnwise.rollout.replay_setup import make_admission
 from turnwise.trainer.apart import Place, inline, uninterrupted
 from turnwise.trainer.diagnostics.counts import dropped_tokens, tool_metrics
 from turnwise.trainer.diagnostics.gap import Gaps, GapWatch
@@ -63,6 +64,20 @@ class Learned:
     gaps: Gaps
     updated: float
     overlap: float
+
+
+def ask_ahead(run: TrainRun, step: int, taken: int = 0) -> None:
+    """Ask for as many groups as may be on their way, so that none is too old when it is trained.
+
+    Args:
+        run: The run.
+        step: The step whose batch is waited for next.
+        taken: Groups of that batch that are there.
+    """
+    admission = make_admission(run.config.replay, run.config.replay_facts)
+    outstanding = len(run.feed.outstanding)
+    room = admission.room(outstanding=outstanding, version=run.state.weight_version, step=step, taken=taken)
+    run.feed.top_up(outstanding + room)
 
 
 async def roll_out(run: TrainRun, requests: Sequence[RolloutRequest], *, given: bool = False) -> Batch:
