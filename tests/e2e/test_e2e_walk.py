@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -230,15 +231,20 @@ def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: 
 
 def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(lookup_model: Path, tmp_path: Path) -> None:
     env = {"name": "support.lookup_envs:Failing", "config": {"key": str(tmp_path), "of": 1, "fails": [0]}}
-    config = train_config(lookup_model, tmp_path, rollout={"env": env, "retries": 1})
-    with pytest.raises(TrainError, match=r"step 1: every episode ended in an error; .*the database of episode \d+ is"):
+    rollout = {"env": env, "retries": 1, "max_failed_groups": 3}
+    config = train_config(lookup_model, tmp_path, rollout=rollout)
+    with pytest.raises(
+        TrainError, match=r"every episode of 3 groups in a row ended in .*the database of episode \d+ is"
+    ):
         run_train(config, console=silent())
     run = tmp_path / "run"
     assert not (run / "checkpoints").exists()
-    assert len(list(read_trajectories(run / "trajectories.jsonl"))) == 2 * GROUPS * MEMBERS
+    # Each was tried twice. Of groups that were asked for in the place of those that failed, some may be under way.
+    whole = Counter(each.group_id for each in read_trajectories(run / "trajectories.jsonl"))
+    assert sum(count == 2 * MEMBERS for count in whole.values()) >= 3
     assert audit_files(run).sound
     # Its configuration is that of its files, also without a checkpoint.
-    other = train_config(lookup_model, tmp_path, seed=99, rollout={"env": env, "retries": 1})
+    other = train_config(lookup_model, tmp_path, seed=99, rollout=rollout)
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     with pytest.raises(CheckpointError, match="another configuration"):
         run_train(other, console=silent())

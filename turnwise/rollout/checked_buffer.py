@@ -10,22 +10,32 @@ from typing import Any
 
 from turnwise.errors import TrainError, shown
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
+from turnwise.rollout.members import FailureWatch
 from turnwise.rollout.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
 class CheckedBuffer(ReplayBuffer):
-    """A buffer that looks at what a manager from elsewhere puts into it, and writes what that did not write."""
+    """A buffer that looks at what a manager from elsewhere puts into it, and writes what that did not write.
 
-    def __init__(self, inner: ReplayBuffer, write: Callable[[Trajectory], None] | None) -> None:
+    Args:
+        inner: Keeps the groups.
+        write: Called with every trajectory.
+        most: How many groups in a row without a member end the run.
+    """
+
+    def __init__(self, inner: ReplayBuffer, write: Callable[[Trajectory], None] | None, *, most: int) -> None:
         self._inner = inner
         self._write = write
+        self._failures = FailureWatch(most)
         # Only of groups that have not been put yet.
         self._written: set[str] = set()
 
     def write(self, trajectory: Trajectory) -> None:
         """Write a trajectory, and remember that it is written."""
         self._written.add(trajectory.id)
+        if trajectory.error is not None:
+            self._failures.failed(trajectory.error)
         if self._write is not None:
             self._write(trajectory)
 
@@ -46,6 +56,8 @@ class CheckedBuffer(ReplayBuffer):
                 self.write(trajectory)
             self._written.discard(trajectory.id)
         await self._inner.put(group)
+        if (error := self._failures.arrived(group)) is not None:
+            self.fail(error)
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
         """Wait for and hand out groups."""

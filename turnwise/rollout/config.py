@@ -203,6 +203,10 @@ class RolloutConfig(BaseModel):
         score_timeout: Seconds that scoring may take after the agent returned.
         close_timeout: Seconds that an environment may take to close.
         retries: How often an episode that an infrastructure failure ended is tried again.
+        failed_members: What becomes of a group of which a member failed in all its attempts: ``train``, the others are
+            trained; ``drop``, none is, and the next task takes its place.
+        min_members: With ``train``: the fewest members that must be left, else the group is dropped.
+        max_failed_groups: So many groups in a row of which no member is left end the run. Fewer are dropped.
         max_lost_threads: How many tool threads may be lost to time-outs before the run ends.
         reasoning: What becomes of the reasoning of earlier turns: ``keep``, it stays in the prompt; ``template``, what
             the model's chat template drops from a history is dropped, and each turn where it does begins a branch of
@@ -240,6 +244,9 @@ class RolloutConfig(BaseModel):
     score_timeout: Annotated[float, Field(gt=0)] = 600.0
     close_timeout: Annotated[float, Field(gt=0)] = 30.0
     retries: Annotated[int, Field(ge=0)] = 2
+    failed_members: Literal["train", "drop"] = "train"
+    min_members: PositiveInt = 1
+    max_failed_groups: PositiveInt = 16
     max_lost_threads: Annotated[int, Field(ge=0)] = 16
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
@@ -252,6 +259,19 @@ class RolloutConfig(BaseModel):
     def _is_address(cls, template: str) -> str:
         _as_problem(check_template, template)
         return template
+
+    @model_validator(mode="after")
+    def _members_fit(self) -> Self:
+        if self.failed_members == "drop" and self.min_members > 1:
+            raise ValueError(
+                f"min_members is {self.min_members}, but failed_members is drop, where groups are whole: remove it"
+            )
+        if self.min_members > self.group_size:
+            raise ValueError(
+                f"min_members is {self.min_members}, but a group has {self.group_size} (group_size): no group could "
+                "ever be trained"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_way_out(self) -> Self:

@@ -161,7 +161,7 @@ class OutsideManager(RolloutManager):
         found = check_manager(config, parts.custom)
         if reference is None or found is None:
             raise ConfigError(f"{KEY} is missing")
-        checked = CheckedBuffer(buffer or LocalReplayBuffer(), parts.write)
+        checked = CheckedBuffer(buffer or LocalReplayBuffer(), parts.write, most=config.max_failed_groups)
         parts = replace(parts, write=checked.write, settings=_settings(found, reference, parts.custom))
         current = CurrentRollout(checked, parts)
         create: Callable[..., Any] = _attribute(found, "create")

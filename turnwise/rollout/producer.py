@@ -19,6 +19,7 @@ from turnwise.inference.core import LLMClient, Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.group_reward import GroupRewarder
+from turnwise.rollout.members import FailureWatch
 from turnwise.rollout.remote.service import RemoteRunners
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.seeding import stable_hash
@@ -53,6 +54,7 @@ class RolloutProducer(RolloutManager):
         self._slots = asyncio.Semaphore(config.concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._given: set[str] = set()
+        self._failures = FailureWatch(config.max_failed_groups)
 
     @classmethod
     async def create(
@@ -198,6 +200,8 @@ class RolloutProducer(RolloutManager):
             with contextlib.nullcontext() if rolling is None else rolling(group_id):
                 group = await self._group(request, group_id)
             await buffer.put(group)
+            if (error := self._failures.arrived(group)) is not None:
+                raise error
         except Exception as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
             buffer.fail(_first(error))
 
@@ -259,6 +263,7 @@ class RolloutProducer(RolloutManager):
             if left == 0 or not (isinstance(error, TurnwiseError) and error.retryable):
                 break
             left -= 1
+        self._failures.failed(f"{type(error).__name__}: {error}")
         return None
 
     async def _attempt(self, spec: EpisodeSpec) -> EpisodeOutcome:

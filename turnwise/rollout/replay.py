@@ -15,6 +15,7 @@ from dataclasses import replace
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError, TurnwiseError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
+from turnwise.rollout.members import MemberRule
 from turnwise.rollout.strategies import Arrival, Flight, GroupFacts, Strategy
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -30,9 +31,11 @@ class LocalReplayBuffer(ReplayBuffer):
 
     Args:
         strategy: Chooses the groups of a batch; by default those that arrived first.
+        members: Which groups to train are dropped because members failed; by default those without any.
     """
 
-    def __init__(self, strategy: Strategy | None = None) -> None:
+    def __init__(self, strategy: Strategy | None = None, *, members: MemberRule | None = None) -> None:
+        self._members = members or MemberRule()
         self._strategy = strategy or Arrival()
         self._ready: dict[str, dict[str, tuple[GroupFacts, TrajectoryGroup]]] = {name: {} for name in PARTITIONS}
         self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
@@ -90,6 +93,8 @@ class LocalReplayBuffer(ReplayBuffer):
             facts = replace(facts, oldest_version=flight.version)
         ready[name] = facts, group
         self._arrived += 1
+        if group.partition == "train" and (why := self._members.refuses(group)) is not None:
+            self._drop(group.partition, name, why)
         self._notify()
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:

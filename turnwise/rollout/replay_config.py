@@ -5,12 +5,13 @@ Owns: :class:`ReplayConfig` and :class:`RunFacts`. Refuses: making anything of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from turnwise.rollout.config import NamedConfig
+from turnwise.rollout.members import MemberRule
 from turnwise.rollout.strategies.fresh import Order
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -86,11 +87,13 @@ class RunFacts:
         groups: Groups of a train step.
         sync: Whether rollouts and training take turns: then batches are ordered so that a run can be repeated.
         seed: Of the run.
+        members: Which groups are dropped because members failed.
     """
 
     groups: int
     sync: bool
     seed: int = 0
+    members: MemberRule = field(default_factory=MemberRule)
 
     @property
     def order(self) -> Order:

@@ -65,6 +65,14 @@ def strategy_name(config: ReplayConfig, *, sync: bool) -> str:
     return "on_policy" if sync else "bounded"
 
 
+def allowed_staleness(config: ReplayConfig, *, sync: bool) -> int | None:
+    """Return the most train steps between what sampled a group and what it trains; None where nothing bounds them."""
+    name = strategy_name(config, sync=sync)
+    if name == "on_policy":
+        return 0
+    return DEFAULT_STALENESS if name == "bounded" and config.max_staleness is None else config.max_staleness
+
+
 def make_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
     """Make the strategy that the configuration names.
 
@@ -96,14 +104,11 @@ def make_buffer(config: ReplayConfig, facts: RunFacts) -> ReplayBuffer:
     Raises:
         ConfigError: As :func:`make_strategy`.
     """
-    return LocalReplayBuffer(make_strategy(config, facts))
+    return LocalReplayBuffer(make_strategy(config, facts), members=facts.members)
 
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> Admission:
     """Return how far rollouts may run ahead under the configured strategy."""
-    name = strategy_name(config, sync=facts.sync)
-    bound = 0 if name == "on_policy" else config.max_staleness
-    if name == "bounded" and bound is None:
-        bound = DEFAULT_STALENESS
-    stored = stored_groups(config.stored_share, facts.groups) if name == "mixed" else 0
-    return Admission(facts.groups - stored, config.ahead, bound)
+    mixed = strategy_name(config, sync=facts.sync) == "mixed"
+    stored = stored_groups(config.stored_share, facts.groups) if mixed else 0
+    return Admission(facts.groups - stored, config.ahead, allowed_staleness(config, sync=facts.sync))

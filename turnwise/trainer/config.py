@@ -16,6 +16,7 @@ from turnwise.errors import RegistryError
 from turnwise.evaluation.config import EvalPlan
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.members import MemberRule
 from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
@@ -294,7 +295,8 @@ class TrainConfig(_Section):
     @property
     def replay_facts(self) -> RunFacts:
         """What the replay buffer may depend on besides its own section."""
-        return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed)
+        members = MemberRule(self.rollout.min_members, whole=self.rollout.failed_members == "drop")
+        return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed, members=members)
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

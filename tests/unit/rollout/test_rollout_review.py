@@ -142,13 +142,10 @@ async def test_a_cancellation_that_nobody_asked_for_is_an_error_and_the_group_ar
 
     Acting.act = staticmethod(act)
     renderer = ToyRenderer()
-    buffer = LocalReplayBuffer()
     config = RolloutConfig(env=SpecConfig(name=HERE + "World"), agent=SpecConfig(name=HERE + "Acting"))
-    producer = await RolloutProducer.create(config, ScriptedClient(renderer, []), buffer, RolloutParts(renderer))
-    producer.generate_sequences([RolloutRequest(Task("t", "go"), group_size=2)])
+    producer = await RolloutProducer.create(config, ScriptedClient(renderer, []), None, RolloutParts(renderer))
     async with asyncio.timeout(10):
-        ref, _ = await buffer.sample(0, "train", 1)
-    [group] = await buffer.fetch(ref)
+        [group] = await producer.gather([RolloutRequest(Task("t", "go"), group_size=2)])
     assert (group.failed, group.trajectories) == (2, [])
     await producer.close()
 

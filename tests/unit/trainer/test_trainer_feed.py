@@ -18,7 +18,7 @@ from turnwise.tasks.order import HeldOrder
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trainer.feed import Feed
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import ToolCall
 
 
@@ -33,7 +33,9 @@ class Asked:
 
     def group(self, number: int) -> TrajectoryGroup:
         request = self.requests[number]
-        return TrajectoryGroup(f"0-{request.key}", request.task.id, [], request.partition)
+        name = f"0-{request.key}"
+        member = Trajectory(f"{name}/0.0", f"{name}/0.0", name, request.task.id)
+        return TrajectoryGroup(name, request.task.id, [member], request.partition)
 
 
 class Picky(Strategy):
@@ -42,7 +44,7 @@ class Picky(Strategy):
     def __init__(self, *tasks: str) -> None:
         self.tasks = tasks
 
-    def choose(self, ready, flying, step, batch_size):
+    def choose(self, ready, flying, step, batch_size, taken=0):
         bad = tuple((each.id, "picky") for each in ready if each.task_id in self.tasks)
         good = [each.id for each in ready if each.task_id not in self.tasks]
         return Choice(tuple(good[:batch_size]) if len(good) >= batch_size else None, bad)
