@@ -38,6 +38,9 @@ SANDBOX_PACKAGES := bubblewrap docker.io busybox-static git bash
 # Small tensors are slower with more threads, and the tests run side by side.
 TESTING := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 LIMIT_LONG := 2400
+# Without compiled files every worker rewrites every test module, and every process that a test starts compiles the
+# package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 # What failed last, alone and one after the other.
