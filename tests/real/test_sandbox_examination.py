@@ -151,6 +151,21 @@ async def test_a_second_download_through_a_link_gets_through_where_archives_are_
     assert report.outcomes[0].status == "escaped"
 
 
+async def test_a_folder_that_becomes_a_link_while_it_is_downloaded_is_followed_where_links_are() -> None:
+    name = "attack: change while downloading"
+    # It is a race: the attacker wins some of them.
+    for _ in range(10):
+        backend = BentBackend("follows links", {"filesystem": True})
+        try:
+            report = await check_sandbox(backend, only=[name])
+        finally:
+            await backend.close()
+        if report.outcome(name).status == "escaped":
+            break
+    else:
+        pytest.fail("the attacker never won")
+
+
 async def test_what_no_rung_holds_back_gets_through() -> None:
     """The others: on a rung that holds nothing back each gets what it is after."""
     backend = LocalBackend(isolation="plain", unsafe=True, _without=frozenset({"seccomp", "pids", "groups", "watch"}))

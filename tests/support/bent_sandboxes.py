@@ -95,10 +95,11 @@ class BentSandbox(Sandbox):
         await self.inner.upload(source, target)
 
     async def download(self, source: str, target: Path, **given: Any) -> None:
-        if self.fault != "trusts archives":
+        if self.fault not in {"trusts archives", "follows links"}:
             await self.inner.download(source, target, **given)
             return
-        packed = await self.inner.exec(["tar", "-C", source, "-c", "."], max_output=2**24)
+        taken = "-c" if self.fault == "trusts archives" else "-ch"
+        packed = await self.inner.exec(["tar", "-C", source, taken, "."], max_output=2**24)
         with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
             archive.extractall(target, filter="fully_trusted")
 
