@@ -246,7 +246,8 @@ class LocalReplayBuffer(ReplayBuffer):
     def _smaller(self, step: int, batch_size: int) -> int:
         if batch_size < 1:
             raise TrainError(
-                f"step {step}: all groups that were asked for were dropped ({', '.join(sorted(self._dropped))})"
+                f"step {step}: all groups that were asked for were dropped ({', '.join(sorted(self._dropped))}), and "
+                "no more are asked for: choose other tasks, or loosen what drops them (replay.filter_groups ...)"
             )
         return batch_size
 

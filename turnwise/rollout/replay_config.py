@@ -31,6 +31,21 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+class FilterGroupsConfig(BaseModel):
+    """Dynamic sampling: groups that teach nothing are dropped before a batch is chosen, and replaced.
+
+    Attributes:
+        metric: By which reward its members are compared: ``reward`` for the sum, or the name of one.
+        max_refills: How many batches' worth of groups are asked for in the place of dropped ones, in one step. After
+            that it trains on what there is.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    metric: Annotated[str, Field(min_length=1)] = "reward"
+    max_refills: PositiveInt = 10
+
+
 class ReplayConfig(BaseModel):
     """Which finished groups a train step learns from, and who keeps them.
 
@@ -47,6 +62,7 @@ class ReplayConfig(BaseModel):
         stored_share: ``mixed``: share of a batch that may be groups that were trained before.
         max_uses: ``mixed``: how many batches a group may be part of, its first included.
         keep_groups: ``mixed``: how many trained groups stay.
+        filter_groups: Leave out groups whose members all earned the same, whatever the strategy; None leaves out none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -59,6 +75,7 @@ class ReplayConfig(BaseModel):
     stored_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
     max_uses: PositiveInt = 2
     keep_groups: PositiveInt = 256
+    filter_groups: FilterGroupsConfig | None = None
 
     @model_validator(mode="after")
     def _keys_are_read(self) -> Self:

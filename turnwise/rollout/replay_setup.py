@@ -16,6 +16,7 @@ from turnwise.rollout.core import ReplayBuffer
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.rollout.strategies import Arrival, Bounded, Mixed, OnPolicy, Prioritised, Strategy
+from turnwise.rollout.strategies.filtered import Filtered
 from turnwise.rollout.strategies.weighed import stored_groups
 
 KEY = "replay.strategy"
@@ -74,11 +75,16 @@ def allowed_staleness(config: ReplayConfig, *, sync: bool) -> int | None:
 
 
 def make_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    """Make the strategy that the configuration names.
+    """Make the strategy that the configuration names, and what is filtered before it.
 
     Raises:
         ConfigError: It is not there, or cannot be made.
     """
+    strategy = _named_strategy(config, facts)
+    return strategy if config.filter_groups is None else Filtered(strategy, config.filter_groups.metric)
+
+
+def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
     name = strategy_name(config, sync=facts.sync)
     if name in STRATEGIES:
         return STRATEGIES[name](config, facts)

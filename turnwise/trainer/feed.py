@@ -65,6 +65,7 @@ class Feed:
         self._version = version
         self._again: deque[RolloutRequest] = deque()
         self._given = False
+        self._refilled = 0
         self._group_size = config.rollout.group_size
         self.outstanding: dict[str, Asked] = {}
         buffer.refill_by(self._refill)
@@ -109,6 +110,7 @@ class Feed:
         """Forget what a batch was asked for by: it is trained, or nothing is saved until it is. A process that goes on
         from a checkpoint asks again for what was outstanding.
         """
+        self._refilled = 0
         if ref.keys:
             for key in ref.keys:
                 self.outstanding.pop(key, None)
@@ -141,6 +143,11 @@ class Feed:
         self.outstanding.pop(facts.key, None)
 
     def _refill(self, missing: int) -> bool:
+        filtering = self._config.replay.filter_groups
+        if filtering is not None:
+            self._refilled += missing
+            if self._refilled > filtering.max_refills * self._config.batch.groups:
+                return False
         if not self._given:
             self.issue(self.next(missing, group_size=self._group_size))
         return not self._given

@@ -55,6 +55,7 @@ METRICS: dict[str, str] = {
     "replay/staleness_mean": "train steps between the oldest weights that sampled a group and the step's, mean",
     "replay/staleness_max": "the same, of the group of the batch that is furthest behind",
     "replay/reused": "groups of the batch that were trained before (strategy mixed)",
+    "replay/short": "groups that the step lacks: so many were dropped that no more were asked for",
     "replay/dropped/*": "finished groups that were dropped and never trained, by why",
     "replay/failed": "members of the batch's groups that an error ended",
     "train/loss": "loss, mean over the step's updates weighted by tokens",

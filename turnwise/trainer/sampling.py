@@ -61,6 +61,8 @@ async def sample_groups(
             f"step {step}: the hooks left no group of {wanted}, after {refills - 1} refills: a step needs something to "
             "learn from; let some pass, or raise max_refills"
         )
+    if len(groups) < wanted:
+        metrics["replay/short"] = float(wanted - len(groups))
     for why, count in run.hooks.dropped.items():
         name = f"replay/dropped/{why.replace('/', '_')}"
         metrics[name] = metrics.get(name, 0.0) + count

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from turnwise.errors import CheckpointError
+from turnwise.errors import CheckpointError, TrainError
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Choice, Strategy
+from turnwise.rollout.strategies import Arrival, Choice, Strategy
+from turnwise.rollout.strategies.filtered import Filtered
 from turnwise.tasks import Task
 from turnwise.tasks.order import HeldOrder
 from turnwise.trainer.config import TrainConfig
@@ -137,3 +139,31 @@ async def test_dropped_groups_are_replaced_and_forgotten() -> None:
 def test_a_malformed_state_is_one_error(record) -> None:
     with pytest.raises(CheckpointError, match="in flight"):
         feed()[0].restore([record])
+
+
+@pytest.mark.parametrize(("differ", "expected"), [(1, 1), (0, None)])
+async def test_what_is_filtered_is_replaced_so_often_and_no_more(differ: int, expected: int | None) -> None:
+    def ended(number: int) -> TrajectoryGroup:
+        members = [
+            Trajectory(f"{number}/{n}", f"{number}/{n}", "g", "t", rewards=[(None, "r", float(n and number < differ))])
+            for n in range(2)
+        ]
+        return replace(asked.group(number), trajectories=members)
+
+    filtering = {"filter_groups": {"metric": "reward", "max_refills": 2}}
+    run, asked, buffer, _ = feed(Filtered(Arrival(), "reward"), batch={"groups": 2}, replay=filtering)
+    run.issue(run.next(2))
+    waiting = asyncio.create_task(buffer.sample(1, "train", 2))
+    for number in range(100):
+        await asyncio.sleep(0)
+        if number == len(asked.requests):
+            break
+        await buffer.put(ended(number))
+    # Two for the batch; in the place of each dropped one another, but no more than two batches' worth of them.
+    assert len(asked.requests) == 6
+    if expected is None:
+        with pytest.raises(TrainError, match=r"all groups that were asked for were dropped \(equal\)"):
+            await waiting
+    else:
+        ref, metrics = await waiting
+        assert (len(ref.group_ids), metrics["replay/dropped/equal"]) == (1, 5)

@@ -77,6 +77,17 @@ def nothing_trained(metrics: Metrics, setting: Setting) -> str | None:  # noqa: 
     return "no token of this step was trained: all were dropped; dropped/* in metrics.jsonl says why"
 
 
+def short(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """A batch that could not be filled."""
+    missing = metrics.get("replay/short", 0.0)
+    if not missing:
+        return None
+    return (
+        f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were asked for. "
+        "Mix tasks of other difficulty, see curriculum, or raise replay.filter_groups.max_refills"
+    )
+
+
 def gap(metrics: Metrics, setting: Setting) -> str | None:
     """Trainer and server should agree on equal weights; on others (an asynchronous mode) they cannot."""
     if metrics.get("lag/max", 0.0) > 0:
@@ -213,6 +224,7 @@ Rule: TypeAlias = Callable[[Metrics, Setting], "str | None"]
 RULES: Final[dict[str, Rule]] = {
     "dead_groups": dead_groups,
     "nothing_trained": nothing_trained,
+    "short": short,
     "gap": gap,
     "entropy": entropy,
     "clipped": clipped,

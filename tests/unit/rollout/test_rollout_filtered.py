@@ -1,0 +1,84 @@
+"""Dynamic sampling: groups whose members are all equal are dropped before a strategy chooses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.rollout.replay import LocalReplayBuffer, facts_of
+from turnwise.rollout.strategies import Arrival, GroupFacts
+from turnwise.rollout.strategies.filtered import Filtered, why_filtered
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
+
+Rewards = list[tuple[str, float]]
+
+
+def group(name: str, *members: Rewards, compared: tuple[str, ...] = (), policy: str = "main") -> TrajectoryGroup:
+    segments = [Segment(0, -1, "sampled", np.arange(3, dtype=np.int32), np.zeros(3, np.float32), [(0, 0, 3)])]
+    trajectories = [
+        Trajectory(
+            f"{name}/{number}",
+            f"{name}/{number}",
+            compared[number] if compared else name,
+            f"task-{name}",
+            policy=policy,
+            segments=segments,
+            rewards=[(None, which, value) for which, value in rewards],
+        )
+        for number, rewards in enumerate(members)
+    ]
+    return TrajectoryGroup(name, f"task-{name}", trajectories)
+
+
+def why(metric: str, *members: Rewards, **about: tuple[str, ...]) -> str | None:
+    return why_filtered(facts_of(group("g", *members, **about), "g", 0), metric)
+
+
+def test_what_is_equal() -> None:
+    right, wrong = [("correct", 1.0), ("format", 0.5)], [("correct", 0.0), ("format", 0.5)]
+    assert why("reward", right, wrong) is None
+    assert why("correct", right, wrong) is None
+    assert why("format", right, wrong) == "equal"
+    assert why("reward", right, right) == "equal"
+    # Sums are compared, not events.
+    assert why("reward", [("a", 0.25), ("a", 0.25)], [("a", 0.5)]) == "equal"
+    # Who has no such event has 0 of it.
+    assert why("bonus", [("bonus", 1.0)], []) is None
+    assert why("bonos", right, wrong) == "no_bonos"
+    # One alone cannot be compared; it is for others to say what becomes of it.
+    assert why("reward", right) is None
+    # Roles are not compared with each other: within each all earned the same.
+    assert why("reward", right, wrong, right, wrong, compared=("x", "y", "x", "y")) == "equal"
+    assert why("reward", right, wrong, right, right, compared=("x", "y", "x", "y")) is None
+    failed = group("g", right, wrong, right)
+    failed.trajectories[1].error = "gone"
+    assert why_filtered(facts_of(failed, "g", 0), "reward") == "equal"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4), max_size=8), st.integers(1, 4))
+def test_a_filtered_strategy_takes_what_the_strategy_takes_of_the_rest(rewards: list[list[float]], size: int) -> None:
+    ready = [
+        GroupFacts(f"g{n}", f"g{n}", "t", "train", n, 0, tuple(values), spread={"reward": max(values) - min(values)})
+        for n, values in enumerate(rewards)
+    ]
+    differ = [each for each in ready if len(set(each.rewards)) > 1 or len(each.rewards) < 2]
+    choice = Filtered(Arrival(), "reward").choose(ready, [], 1, size)
+    assert choice.take == Arrival().choose(differ, [], 1, size).take
+    assert {name for name, _ in choice.drop} == {each.id for each in ready} - {each.id for each in differ}
+
+
+@pytest.mark.parametrize("equal_first", [True, False])
+async def test_a_buffer_asks_for_others_and_counts(equal_first: bool) -> None:
+    buffer, asked, told = LocalReplayBuffer(Filtered(Arrival(), "reward")), list[int](), list[str]()
+    buffer.refill_by(lambda missing: asked.append(missing) or True)
+    buffer.drops_to(lambda facts, why: told.append(f"{facts.id} {why}"))
+    differ, equal = group("a", [("r", 0.0)], [("r", 1.0)]), group("b", [("r", 1.0)], [("r", 1.0)])
+    for each in (equal, differ) if equal_first else (differ, equal):
+        await buffer.put(each)
+    ref, metrics = await buffer.sample(1, "train", 1)
+    assert (ref.group_ids, told) == (("a",), ["b equal"])
+    assert metrics["replay/dropped/equal"] == 1
+    assert asked == []
