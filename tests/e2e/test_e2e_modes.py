@@ -1,0 +1,172 @@
+"""The asynchronous modes as whole runs: how old what they train may be, interrupts, and what dies meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.held_learner import HOLDS, Hold
+from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
+from turnwise.config import load_config
+from turnwise.errors import ConfigError, TrainError
+from turnwise.rollout.batches import Batches, read_batches
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trainer.audit import audit_run
+from turnwise.trainer.checkpoint import CheckpointStore
+from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.loops.configured import train_as_configured
+from turnwise.trainer.run import open_run
+from turnwise.trainer.run_directory import CHECKPOINTS
+from turnwise.trainer.timeline import Span, read_timeline
+from turnwise.trainer.train import train
+
+STEPS = 5
+ASYNC = {
+    "colocate": {"mode": "colocate_async"},
+    "colocate, pausing": {"mode": "colocate_async", "overlap": {"sampling": "pause"}},
+    "separate": {"mode": "separate_async", "replay": {"max_staleness": 2, "ahead": 2}},
+    "separate, streaming": {"mode": "separate_async", "overlap": {"stream": 2}},
+}
+
+
+@contextmanager
+def held(update: int, fails: Exception | None = None) -> Iterator[Hold]:
+    """Hold one update of the runs of this block."""
+    hold = Hold(update, fails=fails)
+    HOLDS.append(hold)
+    try:
+        yield hold
+    finally:
+        hold.opened.set()
+        HOLDS.remove(hold)
+
+
+def held_run(model: Path, runs: Path, mode: str, **changes: Any) -> TrainConfig:
+    policies = {"main": {"engine": "support.held_learner:HeldLearner"}}
+    return train_config(model, runs, policies=policies, steps=STEPS, **ASYNC[mode], **changes)
+
+
+async def reached(hold: Hold, training: asyncio.Task[Any]) -> None:
+    """Wait until the update begins; the loop goes on meanwhile."""
+    waiting = asyncio.create_task(asyncio.to_thread(hold.reached.wait, 60))
+    await asyncio.wait([waiting, training], return_when=asyncio.FIRST_COMPLETED)
+    if training.done():
+        training.result()
+    assert hold.reached.is_set()
+
+
+def check_run(run_dir: Path, bound: int) -> Batches:
+    """Check on disk that nothing older than the bound was trained, nothing twice, and all of it as it was sampled."""
+    trajectories = {each.id: each for each in read_trajectories(run_dir / "trajectories.jsonl")}
+    batches = read_batches(run_dir / "batches.jsonl")
+    for row in batches.rows:
+        spans = [each for part in trajectories[row.trajectory].segments for each in part.weight_versions]
+        assert all(0 <= row.step - 1 - version <= bound for version, _, _ in spans), (row, spans)
+    trained = Counter((row.trajectory, row.leaf, row.epoch) for row in batches.rows)
+    assert set(trained.values()) == {1}
+    assert audit_run(run_dir, at_most=8, console=silent()).contradictions == []
+    return batches
+
+
+def update_and_groups(run_dir: Path) -> tuple[list[Span], list[Span]]:
+    spans = [span for part in read_timeline(run_dir / "timeline.jsonl") for span in part.spans]
+    return [each for each in spans if each.what == "update"], [each for each in spans if each.what == "group"]
+
+
+@pytest.mark.parametrize("mode", [pytest.param("colocate, pausing", marks=pytest.mark.long), "separate, streaming"])
+async def test_rollouts_go_on_during_training_and_nothing_trained_is_too_old(
+    mode: str, lookup_model: Path, tmp_path: Path
+) -> None:
+    config = train_config(lookup_model, tmp_path, steps=STEPS, **ASYNC[mode])
+    async with open_run(config, tmp_path / "run", silent()) as run:
+        await train_as_configured(run)
+        assert run.state.weight_version == STEPS
+        assert (await run.fleet.client.model_info()).weight_version == STEPS
+    assert check_run(tmp_path / "run", bound=1).steps == STEPS
+    records = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
+    assert max(each["lag/max"] for each in records) == 1
+    assert {each["batch/trajectories"] for each in records} == {GROUPS * MEMBERS}
+    streams = config.overlap.stream
+    assert {each["train/updates"] for each in records} <= set(map(float, range(1, streams + 1)))
+    updates, groups = update_and_groups(tmp_path / "run")
+    assert len(updates) == STEPS * streams
+    assert any(group.begin < update.begin < (group.end or 0.0) for update in updates for group in groups)
+    assert sum(each["time/overlap_s"] for each in records) > 0
+
+
+@pytest.mark.parametrize("mode", ["colocate", pytest.param("separate, streaming", marks=pytest.mark.long)])
+async def test_an_interrupt_waits_for_the_update_and_the_run_goes_on(
+    mode: str, lookup_model: Path, tmp_path: Path
+) -> None:
+    config = held_run(lookup_model, tmp_path, mode, checkpoint={"every": 100})
+    # In a streamed step the second update is the last one of step 1, the third the first of step 2.
+    with held(3) as hold:
+        training = asyncio.create_task(train(config, console=silent()))
+        await reached(hold, training)
+        training.cancel()
+        done, _ = await asyncio.wait([training], timeout=0.2)
+        assert not done
+        hold.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert len(hold.threads) == 1
+        assert threading.get_ident() not in hold.threads
+    after = 2 if config.overlap.stream == 2 else 3
+    assert CheckpointStore(tmp_path / "run" / CHECKPOINTS).steps() == [after]
+    with held(0):
+        assert (await train(config, console=silent())).steps == STEPS
+    assert check_run(tmp_path / "run", bound=1).steps == STEPS
+
+
+@pytest.mark.long
+async def test_a_server_that_dies_during_an_update_comes_back_with_its_weights(
+    lookup_model: Path, tmp_path: Path
+) -> None:
+    config = held_run(lookup_model, tmp_path, "colocate", inference={"retries": 60, "retry_wait": 0.5})
+    with held(2) as hold:
+        async with open_run(config, tmp_path / "run", silent()) as run:
+            training = asyncio.create_task(train_as_configured(run))
+            await reached(hold, training)
+            [replica] = run.fleet.replicas
+            assert replica.pid is not None
+            os.kill(replica.pid, signal.SIGKILL)
+            hold.opened.set()
+            await training
+            assert run.fleet.restarts == 1
+            assert (await run.fleet.client.model_info()).weight_version == STEPS
+    assert check_run(tmp_path / "run", bound=1).steps == STEPS
+
+
+@pytest.mark.long
+async def test_an_update_that_fails_ends_the_run_and_is_not_saved(lookup_model: Path, tmp_path: Path) -> None:
+    config = held_run(lookup_model, tmp_path, "separate", checkpoint={"every": 100})
+    with held(3, fails=TrainError("the third update")) as hold:
+        hold.opened.set()
+        with pytest.raises(TrainError, match="the third update"):
+            await train(config, console=silent())
+    assert CheckpointStore(tmp_path / "run" / CHECKPOINTS).steps() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["overlap.stream=2"], "overlap is given, but mode is sync"),
+        (["mode=separate_async", "overlap.sampling=pause"], "whose servers never stand still"),
+        (["mode=colocate_async", "overlap.stream=2"], "only separate_async streams"),
+        (["mode=separate_async", "overlap.stream=3"], "a batch has 2 groups"),
+        (["mode=separate_async", "overlap.stream=2", "algorithm.epochs=2"], "set algorithm.epochs and"),
+    ],
+)
+def test_a_mode_refuses_what_it_does_not_read(changes: list[str], said: str, tmp_path: Path) -> None:
+    config = train_config(tmp_path, tmp_path).model_dump(mode="json", exclude={"overlap", "mode"})
+    with pytest.raises(ConfigError, match=said):
+        load_config(TrainConfig, None, changes, config)

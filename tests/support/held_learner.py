@@ -1,0 +1,47 @@
+"""A learner whose update waits, so that a test can do something meanwhile, or that fails.
+
+Named ``support.held_learner:HeldLearner`` in configurations of runs in this process.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from turnwise.trainer.engines.torch import TorchLearner
+
+
+@dataclass
+class Hold:
+    """One update that waits.
+
+    Attributes:
+        update: Which one, from 1.
+        reached: Set when it begins.
+        opened: Lets it go on.
+        fails: Raised in its place, where there is one.
+        threads: In which threads updates ran.
+    """
+
+    update: int
+    reached: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
+    fails: Exception | None = None
+    threads: set[int] = field(default_factory=set)
+
+
+HOLDS: list[Hold] = []
+
+
+class HeldLearner(TorchLearner):
+    """Waits at the start of the update that the one hold of this process names."""
+
+    def forward_backward(self, batches, objective, normalizer):
+        [hold] = HOLDS
+        hold.threads.add(threading.get_ident())
+        if self.steps + 1 == hold.update:
+            hold.reached.set()
+            assert hold.opened.wait(60)
+            if hold.fails is not None:
+                raise hold.fails
+        return super().forward_backward(batches, objective, normalizer)

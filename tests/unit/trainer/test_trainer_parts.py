@@ -1,0 +1,79 @@
+"""What parts of a step say together, and where the blocking half of one runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from turnwise.trainer.apart import Apart, inline
+from turnwise.trainer.loops.parts import combined, shares
+
+
+def test_parts_are_as_equal_as_can_be() -> None:
+    assert shares(16, 3) == [6, 5, 5]
+    assert shares(2, 2) == [1, 1]
+
+
+def test_metrics_of_parts() -> None:
+    one = {
+        "batch/trained_tokens": 30.0, "batch/trajectories": 4.0, "reward/mean": 1.0, "train/loss": 1.0,
+        "train/ratio_max": 2.0, "lag/max": 0.0, "lr/adamw": 0.2, "gap/mean": 0.1, "replay/ready": 3.0,
+    }  # fmt: skip
+    other = {
+        "batch/trained_tokens": 10.0, "batch/trajectories": 12.0, "reward/mean": 0.0, "train/loss": 5.0,
+        "train/ratio_max": 1.0, "lag/max": 1.0, "lr/adamw": 0.1, "gap/mean": 9.0, "replay/ready": 0.0,
+    }  # fmt: skip
+    assert combined([one]) == one
+    assert combined([one, other]) == {
+        "batch/trained_tokens": 40.0, "batch/trajectories": 16.0,
+        "reward/mean": 0.25,  # 4 of 16 trajectories
+        "train/loss": 2.0,  # 1 on three quarters of the tokens, 5 on one
+        "train/ratio_max": 2.0, "lag/max": 1.0, "lr/adamw": 0.1, "gap/mean": 0.1, "replay/ready": 0.0,
+    }  # fmt: skip
+    # A part in which every episode failed trained nothing.
+    empty = {"batch/trajectories": 0.0, "batch/failed": 4.0}
+    assert combined([one, empty])["train/loss"] == 1.0
+    assert combined([one, empty])["batch/failed"] == 4.0
+
+
+async def test_inline_is_here_and_apart_is_one_other_thread() -> None:
+    here = threading.get_ident()
+    assert await inline(threading.get_ident) == here
+    with Apart() as apart:
+        places = {await apart(threading.get_ident) for _ in range(3)}
+    assert len(places) == 1
+    assert here not in places
+
+
+async def test_a_cancelled_update_is_made_and_the_cancellation_comes_after_it() -> None:
+    began, goes_on, seen = threading.Event(), threading.Event(), list[str]()
+
+    def update() -> str:
+        began.set()
+        assert goes_on.wait(30)
+        return "updated"
+
+    async def step() -> None:
+        with Apart() as apart:
+            seen.append(await apart(update))
+            await asyncio.sleep(0)
+            seen.append("went on")
+
+    task = asyncio.create_task(step())
+    await asyncio.to_thread(began.wait, 30)
+    task.cancel()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == ["updated"]
+    assert task.cancelling() == 1
+
+
+async def test_what_fails_apart_fails_here() -> None:
+    def update() -> None:
+        raise ValueError("no")
+
+    with Apart() as apart, pytest.raises(ValueError, match="no"):
+        await apart(update)
