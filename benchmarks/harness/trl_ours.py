@@ -55,14 +55,14 @@ def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[
     from rich.console import Console
 
     from turnwise.trainer.config import TrainConfig
-    from turnwise.trainer.loggers import JSONLLogger
+    from turnwise.trainer.loggers.run_log import RunLog
     from turnwise.trainer.loops.sync import train_sync
     from turnwise.trainer.run import open_run
 
     config = TrainConfig.model_validate(configuration(model, directory, steps, settings))
     home = config.runs / config.name
 
-    class GatedLogger(JSONLLogger):
+    class GatedLogger(RunLog):
         """Logs as always; the gate stands behind the line that a step logs last of all that it does."""
 
         def log(self, record: Mapping[str, Any]) -> None:

@@ -37,12 +37,17 @@ def command(
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the run; its directory is runs/NAME.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove an earlier run of this name first.")] = False,
+    resume_step: Annotated[
+        int | None,
+        typer.Option("--resume-step", min=1, help="Go on from this step's checkpoint, and remove later ones."),
+    ] = None,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Check all that a run reads, print the plan, change nothing.")
     ] = False,
 ) -> None:
     """Train a policy with reinforcement learning; goes on from the last checkpoint where there is one."""
     from turnwise.config import load_config
+    from turnwise.errors import ConfigError
     from turnwise.trainer.config import TrainConfig
 
     given = list(overrides or ())
@@ -63,12 +68,14 @@ def command(
     said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
     defaults = None if config is not None or env is None else {"name": env_name(env), "steps": STEPS}
     checked = load_config(TrainConfig, files, [*said, *given], defaults)
+    if fresh and resume_step is not None:
+        raise ConfigError("--fresh removes the checkpoints that --resume-step names: give one of them")
     if dry:
         _dry_run(checked, fresh)
         return
     from turnwise.trainer.train import run_train
 
-    run_train(checked, fresh=fresh)
+    run_train(checked, fresh=fresh, resume_step=resume_step)
 
 
 def _is_file(argument: str) -> bool:

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ from typing import Any
 import numpy as np
 import orjson
 import torch
+from safetensors import SafetensorError
 
 from turnwise.errors import CheckpointError
+from turnwise.trainer.best import BEST, Ratings
+from turnwise.trainer.checkpoint_config import BestConfig
 
 STATE_FILE = "trainer_state.json"
 SCHEMA_VERSION = 1
@@ -44,6 +47,7 @@ class TrainerState:
         spent: What the run has spent of its budget besides steps (``budget.py``).
         rng: State of the random generators (:func:`capture_rng`).
         kl_coef: Weight of the KL penalty in the next step, where there is one.
+        feed: Which groups were on their way besides (``Feed.state``).
     """
 
     step: int
@@ -56,17 +60,19 @@ class TrainerState:
     spent: dict[str, float] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
     kl_coef: float | None = None
+    feed: list[dict[str, Any]] = field(default_factory=list)
 
 
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, directory: Path, *, keep: int | None = None) -> None:
+    def __init__(self, directory: Path, *, keep: int | None = None, best: BestConfig | None = None) -> None:
         """Open a directory of checkpoints; it is made by the first save.
 
         Args:
             directory: Where they lie.
             keep: How many of the newest remain; None keeps all.
+            best: Which remain besides them.
 
         Raises:
             CheckpointError: ``keep`` is below 1.
@@ -75,12 +81,15 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint.keep is {keep}; at least 1 has to remain")
         self.directory = directory
         self.keep = keep
+        self._ratings = None if best is None else Ratings(directory, best)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
         return self.directory / f"step_{step:06d}"
 
-    def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+    def save(
+        self, state: TrainerState, write: Callable[[Path], None], figures: Mapping[str, float] | None = None
+    ) -> Path:
         """Write a checkpoint; a process killed meanwhile leaves the ones before untouched.
 
         The files are written beside, forced to disk, and only then given their name.
@@ -88,6 +97,7 @@ class CheckpointStore:
         Args:
             state: Where the run stands.
             write: Called with an empty directory, to write everything else.
+            figures: What is known of the weights by now, for ``best``.
 
         Returns:
             The checkpoint's directory.
@@ -100,6 +110,9 @@ class CheckpointStore:
         try:
             self._clean()
             draft.mkdir(parents=True)
+            # Before the checkpoint is there: a figure without a checkpoint does no harm, the reverse would be lost.
+            if self._ratings is not None:
+                self._ratings.note(state.step, figures or {})
             write(draft)
             # What belongs to the checkpoint, with sizes: a copy that lost a file is noticed when it is loaded.
             files = {str(f.relative_to(draft)): f.stat().st_size for f in sorted(draft.rglob("*")) if f.is_file()}
@@ -114,39 +127,96 @@ class CheckpointStore:
             draft.rename(final)
             _sync(self.directory)
             shutil.rmtree(replaced, ignore_errors=True)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {final} cannot be written: {error}") from error
-        self._prune()
+            self._prune()
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # Of a disk that is full torch and safetensors tell by errors of their own.
+            shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {final} cannot be written: {error}; the ones before are untouched: make room (or set "
+                "checkpoint.keep), and the same command goes on"
+            ) from error
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         return final
+
+    def rate(self, step: int, figures: Mapping[str, float]) -> None:
+        """Note what was found of a checkpoint's weights after it was saved; nothing where there is no such checkpoint.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        if self._ratings is None or step not in self.steps():
+            return
+        try:
+            self._ratings.note(step, figures)
+            self._prune()
+        except OSError as error:
+            raise CheckpointError(f"the figures of {self.path(step)} cannot be written: {error}") from error
+
+    def improves(self, figures: Mapping[str, float]) -> bool:
+        """Return whether a checkpoint with these figures would be the best one."""
+        return self._ratings is not None and self._ratings.improves(figures, self.steps())
 
     def steps(self) -> list[int]:
         """Return the steps that have a whole checkpoint, ascending. Changes nothing on disk."""
+        return [step for step in self._named() if (self.path(step) / STATE_FILE).is_file()]
+
+    def _named(self) -> list[int]:
+        """Return the steps of all directories that are called like a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
-        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
-        return sorted(int(match[1]) for match, path in found if match and (path / STATE_FILE).is_file())
+        return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint's directory, or None. For the process that goes on from it, not for readers:
         what a killed process left half renamed is put in order first.
         """
         self._restore()
-        steps = self.steps()
-        return self.path(steps[-1]) if steps else None
+        # Also one that lacks its state: nobody goes on from an older one without being told.
+        found = self._named()
+        return self.path(found[-1]) if found else None
 
-    def tidy(self) -> None:
-        """Remove what killed processes left: drafts, and checkpoints beyond ``keep``. For the process that goes on."""
+    def whole_before(self, broken: int) -> int | None:
+        """Return the step of the newest whole checkpoint before a step, or None."""
+        earlier = [step for step in self.steps() if step < broken]
+        for step in reversed(earlier):
+            with contextlib.suppress(CheckpointError):
+                load_state(self.path(step))
+                return step
+        return None
+
+    def tidy(self, *, after: int | None = None) -> None:
+        """Remove what killed processes left: drafts, and checkpoints beyond ``keep``. For the process that goes on.
+
+        Args:
+            after: Remove the checkpoints of later steps, too.
+        """
         self._clean()
+        # The newest first: a kill in between leaves none that comes after one that is gone.
+        for step in reversed([] if after is None else [each for each in self._named() if each > after]):
+            self._remove(step)
         self._prune()
+        if self._ratings is None:
+            # Of a process that was configured to keep the best: from now on nothing keeps what it leads to.
+            (self.directory / BEST).unlink(missing_ok=True)
 
     def _prune(self) -> None:
+        steps = self.steps()
+        best = [] if self._ratings is None else self._ratings.kept(steps)
+        if self._ratings is not None:
+            self._ratings.link(steps)
         if self.keep is not None:
-            for step in self.steps()[: -self.keep]:
-                # Renamed first: a kill in the middle of the removal leaves no half checkpoint, but what _clean removes.
-                removed = self.directory / f".draft-removed-{self.path(step).name}"
-                with contextlib.suppress(OSError):
-                    self.path(step).rename(removed)
-                    shutil.rmtree(removed, ignore_errors=True)
+            for step in steps[: -self.keep]:
+                if step not in best:
+                    self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        # Renamed first: a kill in the middle of the removal leaves no half checkpoint, but what _clean removes.
+        removed = self.directory / f".draft-removed-{self.path(step).name}"
+        with contextlib.suppress(OSError):
+            self.path(step).rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
     def _clean(self) -> None:
         """Remove drafts of processes that are gone, and what they had begun to remove."""

@@ -21,7 +21,9 @@ from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
+from turnwise.trainer.checkpoint_config import CheckpointConfig
 from turnwise.trainer.hooks import HookNames
+from turnwise.trainer.loggers.core import LoggersConfig
 from turnwise.trainer.lora import LoRAConfig
 from turnwise.trainer.modes import Mode, OverlapConfig, check_mode
 from turnwise.types import StopReason
@@ -209,18 +211,6 @@ class BatchConfig(_Section):
     share_prefixes: bool = True
 
 
-class CheckpointConfig(_Section):
-    """When checkpoints are written and how many remain.
-
-    Attributes:
-        every: Steps between checkpoints; the last step always has one.
-        keep: How many of the newest remain; None keeps all.
-    """
-
-    every: PositiveInt = 10
-    keep: PositiveInt | None = 2
-
-
 class TrainEvalConfig(EvalPlan):
     """Evaluation on held-out tasks before the first step, after the last, and in between.
 
@@ -266,6 +256,7 @@ class TrainConfig(_Section):
         checkpoint: When checkpoints are written.
         hooks: Classes whose methods run at named moments (``trainer/hooks.py``), as ``path/to/file.py:Class``; one, or
             several in the order in which they are called.
+        loggers: Where metrics go beside the console and ``metrics.jsonl`` (docs/loggers.md).
         custom: Handed to the extension as it is; nothing here reads it.
     """
 
@@ -290,6 +281,7 @@ class TrainConfig(_Section):
     eval: TrainEvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     hooks: HookNames = ()
+    loggers: LoggersConfig = Field(default_factory=list)
     custom: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -307,6 +299,7 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        self.checkpoint.check_best(evaluates=self.eval is not None)
         if list(self.policies) != ["main"]:
             raise ValueError(
                 f"policies holds {', '.join(self.policies) or 'nothing'}; exactly one, main, can be trained"

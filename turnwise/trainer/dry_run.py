@@ -39,6 +39,7 @@ from turnwise.trainer.credit import load_credit
 from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines.torch import pick_device
 from turnwise.trainer.hooks import load_hooks
+from turnwise.trainer.loggers.run_log import check_loggers
 from turnwise.trainer.lora import LoRAConfig
 from turnwise.trainer.model_words import check_words
 from turnwise.trainer.policy import try_adapters
@@ -116,6 +117,8 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
     finally:
         await sandboxes.close()
     await checker.run("agent", checker.agent())
+    if config.loggers:
+        await checker.run("loggers", _loggers(config))
     if config.rollout.env.wrappers:
         await checker.run("wrappers", checker.wrappers())
     if config.rollout.group_reward is not None:
@@ -300,6 +303,11 @@ async def _adapters(path: Path, lora: LoRAConfig) -> str:
     kinds = sorted({target.rpartition(".")[2] for target in info.targets})
     begin = "new" if lora.path is None else str(lora.path)
     return f"{begin}, of rank {info.rank} on {len(info.targets)} matrices ({', '.join(kinds)})"
+
+
+async def _loggers(config: TrainConfig) -> str:
+    check_loggers(config.loggers)
+    return ", ".join(each.name for each in config.loggers)
 
 
 async def _critic(policy: PolicyConfig) -> str:

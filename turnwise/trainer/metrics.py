@@ -1,13 +1,14 @@
 """The names of what is logged, and how the updates of a step become one set of values.
 
-Owns: :data:`METRICS` (what the trainer's rooms log, with its meaning) and the helpers that combine values. Refuses:
-writing them anywhere (``loggers.py``).
+Owns: :data:`METRICS` (what the trainer's rooms log, with its meaning), the helpers that combine values, and
+:func:`figures` of a record. Refuses: writing them anywhere (``loggers/``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from turnwise.trainer.learner import Stats, StepResult
 
@@ -111,6 +112,7 @@ METRICS: dict[str, str] = {
     "lag/mean": "weight versions by which the weights in training are ahead of those that sampled, mean over tokens",
     "lag/max": "largest of these: how stale the step's oldest token is",
     "sync/bytes": "bytes of weights sent to each server after the step: all of them, or an adapter's",
+    "loggers/failures": "calls of loggers that failed so far in this process",
     "time/*": "seconds of a part of the step, or tokens per second",
 }
 """Name (``*`` stands for any ending) and meaning of what the trainer logs."""
@@ -168,3 +170,35 @@ def meaning(name: str) -> str | None:
 def checked(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics as plain floats without those that are not finite, which JSON cannot hold."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def figures(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a record of ``metrics.jsonl`` under flat names; none where it holds none for loggers.
+
+    Of a train step they are its metrics; of an evaluation ``eval/sampled`` and ``eval/greedy``, the shares that
+    succeeded, and below them (``eval/sampled/reward``) the others.
+    """
+    if record["kind"] == "train":
+        return {name: float(value) for name, value in record.items() if name not in ("kind", "step")}
+    if record["kind"] != "eval":
+        return {}
+    found = {"eval/seconds": record["seconds"]}
+    for way in ("sampled", "greedy"):
+        if way in record:
+            found |= dict(_eval_figures(f"eval/{way}", record[way]))
+    # JSON holds null where no episode ended.
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _eval_figures(name: str, part: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    yield name, part["success"]["mean"]
+    yield f"{name}/reward", part["reward"]["mean"]
+    yield f"{name}/turns", part["turns"]
+    for k, estimate in part.get("pass_at", {}).items():
+        yield f"{name}/pass@{k}", estimate["mean"]
+    for key in ("sampled_tokens", "tool_calls", "failed"):
+        if key in part:
+            yield f"{name}/{key}", part[key]
+    for key in ("by_source", "by_role"):
+        for which, below in part.get(key, {}).items():
+            yield from _eval_figures(f"{name}/{key}/{which}", below)

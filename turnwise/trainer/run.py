@@ -43,8 +43,9 @@ from turnwise.trainer.distill import Teacher
 from turnwise.trainer.feed import Feed
 from turnwise.trainer.hook_calls import STOPPED, HookCalls
 from turnwise.trainer.learner import Learner
-from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
-from turnwise.trainer.metrics import checked
+from turnwise.trainer.loggers.console import LiveDisplay
+from turnwise.trainer.loggers.run_log import RunLog
+from turnwise.trainer.metrics import checked, figures
 from turnwise.trainer.reference import KLGuard
 from turnwise.trainer.run_directory import RunDirectory, cpu_seconds
 from turnwise.trainer.run_display import run_display
@@ -90,6 +91,7 @@ class TrainRun:
         saved_step: The step of the newest checkpoint.
         torn: Whether an update has begun that has not ended: the weights are then no step's.
         shown: Figures of evaluations that the display has not shown yet.
+        found: All figures of the step that the run stands at.
         hooks: Code of the user's that runs at named moments.
     """
 
@@ -108,7 +110,7 @@ class TrainRun:
     writer: WeightWriter
     batches: BatchWriter
     store: CheckpointStore
-    metrics: JSONLLogger
+    metrics: RunLog
     display: LiveDisplay
     state: TrainerState
     budget: Budget
@@ -121,6 +123,7 @@ class TrainRun:
     saved_step: int = 0
     torn: bool = False
     shown: dict[str, float] = field(default_factory=dict)
+    found: dict[str, float] = field(default_factory=dict)
     hooks: HookCalls = field(default_factory=HookCalls)
     counted_until: float = field(default_factory=time.monotonic)
 
@@ -151,7 +154,8 @@ class TrainRun:
         self.state.step += 1
         self.budget.spend(steps=1)
         self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
-        self.state.tasks = self.tasks.state()
+        self.state.tasks, self.state.feed = self.tasks.state(), self.feed.state()
+        self.found = {}
 
     async def pause_servers(self) -> None:
         """Have the servers stand still until the weights are synced; one that dies meanwhile comes back sampling.
@@ -198,7 +202,8 @@ class TrainRun:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that the run stands at."""
-        self.state.metrics = checked(metrics)
+        self.state.metrics = checked({**metrics, **self.metrics.counts()})
+        self.found |= self.state.metrics
         self.metrics.log({"kind": "train", "step": self.state.step, **self.state.metrics})
         self.display.step(self.state.step, {**self.state.metrics, **self.shown}, share=self.budget.nearest[1])
         self.shown = {}
@@ -223,7 +228,11 @@ class TrainRun:
         if self.first_eval is None:
             self.first_eval = self.last_eval
             RunDirectory(self.directory).note(first_eval=self.first_eval)
-        self.metrics.log({"kind": "eval", "step": self.state.step, "label": label, **self.last_eval})
+        record = {"kind": "eval", "step": self.state.step, "label": label, **self.last_eval}
+        self.metrics.log(record)
+        self.found |= figures(record)
+        if self.saved_step == self.state.step:
+            self.store.rate(self.state.step, self.found)
         self.shown = {f"eval/{name}": summary.success.mean for name, summary in result.parts.items()}
         await self.hooks.validate_end(result)
         return result
@@ -233,7 +242,7 @@ class TrainRun:
         self.state.rng = capture_rng()
         self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
         with self.timeline.span(CHECKPOINT, self.state.step):
-            self.store.save(self.state, self._write)
+            self.store.save(self.state, self._write, self.found)
         self.saved_step = self.state.step
 
     def _write(self, checkpoint: Path) -> None:
@@ -244,7 +253,7 @@ class TrainRun:
 
 @contextlib.asynccontextmanager
 async def open_run(
-    config: TrainConfig, directory: Path, console: Console, *, fresh: bool = False
+    config: TrainConfig, directory: Path, console: Console, *, fresh: bool = False, resume_step: int | None = None
 ) -> AsyncIterator[TrainRun]:
     """Assemble a run, and take it apart whatever happens.
 
@@ -257,18 +266,20 @@ async def open_run(
         directory: The run directory.
         console: Where the display goes.
         fresh: Begin anew, whatever the directory holds.
+        resume_step: Go on from the checkpoint of this step, and remove later ones; None goes on from the newest.
     """
     started = time.monotonic()
     home = RunDirectory(directory)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(home.alone())
-        start = await read_start(config, home, console, fresh)
+        start = await read_start(config, home, console, fresh=fresh, resume_step=resume_step)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
-        start.store.tidy()
+        start.store.tidy(after=resume_step)
         # Called last, when the servers have ended: then their CPU time is that of children.
         stack.callback(lambda: home.spend(time.monotonic() - started, cpu_seconds()))
         run = await _assemble(config, directory, start, part, console, stack)
         run.hooks = HookCalls.open(start.hooks, run)
+        run.feed.restore(run.state.feed)
         run.first_eval = home.read().get("first_eval")
         stack.callback(_save_unsaved, run)
         if run.state.step or config.policy.model.continues_adapter:
@@ -287,7 +298,7 @@ async def _assemble(
 ) -> TrainRun:
     """Open the files, start the servers and the producer; ``stack`` closes them in the opposite order."""
     state = start.state
-    files = open_files(config, directory, start, part, stack)
+    files = open_files(config, directory, start, part, console, stack)
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await launch_servers(config, directory, start.frozen, stack)
     buffer = make_buffer(config.replay, config.replay_facts)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import resource
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ import orjson
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, ConfigError, FormatError, TrainError
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
+from turnwise.trainer.checkpoint_config import CheckpointConfig
 from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.metrics import meaning
 
 CHECKPOINTS = "checkpoints"
 
 # What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
-_FREE_SECTIONS = ("runs", "name", "steps", "budget", "eval", "checkpoint", "inference", "custom")
+_FREE_SECTIONS = ("runs", "name", "steps", "budget", "eval", "checkpoint", "inference", "loggers", "custom")
 
 
 def config_digest(config: TrainConfig) -> str:
@@ -38,8 +41,8 @@ def config_digest(config: TrainConfig) -> str:
 class RunDirectory:
     """The directory of one run.
 
-    ``run.json`` holds ``parts`` (how many processes worked in it), ``config_digest``, ``first_eval``, ``wall_s`` and
-    ``cpu_s``.
+    ``run.json`` holds ``id`` (tells it apart from others of its name), ``parts`` (how many processes worked in it),
+    ``config_digest``, ``first_eval``, ``wall_s`` and ``cpu_s``.
 
     Attributes:
         path: The directory.
@@ -75,20 +78,48 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
 
-    def resume_point(self, store: CheckpointStore, digest: str) -> tuple[Path | None, TrainerState]:
+    def resume_point(
+        self, store: CheckpointStore, digest: str, step: int | None = None
+    ) -> tuple[Path | None, TrainerState]:
         """Return the checkpoint to go on from and where it stands; None and the beginning where there is none.
 
+        That is the newest one, or that of a step which the caller names. A broken one is never passed over in silence.
+
         Raises:
-            CheckpointError: The run has another configuration, or its checkpoint is not whole.
+            CheckpointError: The run has another configuration, its checkpoint is not whole, or there is none of the
+                step; the message says which one is whole.
             FormatError: ``run.json`` cannot be read.
         """
         self._check(self.path, self.read().get("config_digest", digest), digest)
-        latest = store.latest()
+        latest = store.latest() if step is None else store.path(step)
+        if step is not None and step not in (there := store.steps()):
+            raise CheckpointError(
+                f"--resume-step is {step}, but {self.path} has no checkpoint of that step; it has "
+                f"{', '.join(map(str, there)) or 'none'}"
+            )
         if latest is None:
             return None, TrainerState(0)
-        state = load_state(latest)
+        with self.explaining(store, latest):
+            state = load_state(latest)
         self._check(latest, state.config_digest, digest)
         return latest, state
+
+    @contextlib.contextmanager
+    def explaining(self, store: CheckpointStore, checkpoint: Path | None) -> Iterator[None]:
+        """Add to an error of a checkpoint that cannot be gone on from what can be done; None changes nothing."""
+        try:
+            yield
+        except (CheckpointError, TrainError) as error:
+            if checkpoint is None:
+                raise
+            whole = store.whole_before(int(checkpoint.name.rpartition("_")[2]))
+            remedy = (
+                "no whole one is before it: put back what is missing, or start over with --fresh"
+                if whole is None
+                else f"the newest whole one before it is that of step {whole}: --resume-step {whole} goes on from it "
+                "and removes the later ones; or put back what is missing"
+            )
+            raise CheckpointError(f"{error}; {remedy}") from error
 
     def check_removable(self, config: TrainConfig) -> None:
         """Refuse to begin anew with a model that lies in what would be removed. Raises ConfigError."""
@@ -120,8 +151,9 @@ class RunDirectory:
                 else:
                     entry.unlink()
         (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        part = int(self.read().get("parts", 0))
-        self.note(parts=part + 1, config_digest=digest)
+        known = self.read()
+        part = int(known.get("parts", 0))
+        self.note(id=known.get("id") or uuid.uuid4().hex[:12], parts=part + 1, config_digest=digest)
         return part
 
     def read(self) -> dict[str, Any]:
@@ -156,6 +188,20 @@ class RunDirectory:
                 f"{self.path / 'config.yaml'}, choose another name, or start over with --fresh (only "
                 f"{', '.join(_FREE_SECTIONS)} may differ)"
             )
+
+
+def open_store(run: Path, config: CheckpointConfig) -> CheckpointStore:
+    """Return the checkpoints of a run, kept as its configuration says.
+
+    Raises:
+        ConfigError: Nothing logs the metric that decides which one is the best.
+    """
+    if config.best is not None and not config.best.metric.startswith("eval/") and meaning(config.best.metric) is None:
+        raise ConfigError(
+            f"checkpoint.best.metric is {config.best.metric!r}, which nothing logs: name a metric of docs/metrics.md, "
+            "or eval/sampled or eval/greedy"
+        )
+    return CheckpointStore(run / CHECKPOINTS, keep=config.keep, best=config.best)
 
 
 def cpu_seconds() -> float:

@@ -1,6 +1,6 @@
 """What a person sees of a training run.
 
-Owns: :data:`COLUMNS` and :func:`run_display`. Refuses: drawing (``loggers.py``).
+Owns: :data:`COLUMNS` and :func:`run_display`. Refuses: drawing (``loggers/console.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from turnwise.trainer.budget import Budget
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loggers import LiveDisplay
+from turnwise.trainer.loggers.console import LiveDisplay
 
 COLUMNS = {
     "reward": "reward/mean",

@@ -9,11 +9,13 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.diagnostics.report import Diagnostics
-from turnwise.trainer.loggers import JSONLLogger
+from turnwise.trainer.loggers.run_log import RunLog
 from turnwise.trainer.run_start import Start
 from turnwise.trainer.timeline import Timeline
 
@@ -32,13 +34,13 @@ class RunFiles:
 
     trajectories: TrajectoryWriter
     batches: BatchWriter
-    metrics: JSONLLogger
+    metrics: RunLog
     diagnostics: Diagnostics
     timeline: Timeline
 
 
 def open_files(
-    config: TrainConfig, directory: Path, start: Start, part: int, stack: contextlib.AsyncExitStack
+    config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
 ) -> RunFiles:
     """Open the files of a run; ``stack`` closes them.
 
@@ -47,13 +49,14 @@ def open_files(
         directory: The run directory.
         start: What the run begins or goes on with.
         part: Number of this process among those that work on the run.
+        console: Where a logger that fails is told of.
         stack: Closes them.
     """
     cut, after = config.batch.max_tokens_per_row, start.state.step
     files = RunFiles(
         TrajectoryWriter(directory / "trajectories.jsonl"),
         BatchWriter(directory / "batches.jsonl", part=part, after_step=after, max_tokens=cut),
-        JSONLLogger(directory / "metrics.jsonl"),
+        RunLog.open(config, directory, after, console),
         Diagnostics(directory, config, start.renderer),
         Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
     )

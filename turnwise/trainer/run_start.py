@@ -27,8 +27,9 @@ from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines import open_learner
 from turnwise.trainer.hooks import Hooks, load_hooks
 from turnwise.trainer.learner import Learner
+from turnwise.trainer.loggers.run_log import check_loggers
 from turnwise.trainer.reference import KLGuard
-from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
+from turnwise.trainer.run_directory import RunDirectory, config_digest, open_store
 
 CRITIC = "critic"
 """Where a checkpoint holds the critic."""
@@ -51,20 +52,23 @@ class Start:
     hooks: list[type[Hooks]]
 
 
-async def read_start(config: TrainConfig, home: RunDirectory, console: Console, fresh: bool) -> Start:
+async def read_start(
+    config: TrainConfig, home: RunDirectory, console: Console, *, fresh: bool, resume_step: int | None
+) -> Start:
     """Read everything that can be wrong; change nothing."""
     began = time.monotonic()
     check_manager(config.rollout, config.custom)
     make_strategy(config.replay, config.replay_facts)
     load_credit(config.algorithm.credit)
+    check_loggers(config.loggers)
     hooks = load_hooks(config.hooks)
     digest = config_digest(config)
-    store = CheckpointStore(home.path / CHECKPOINTS, keep=config.checkpoint.keep)
+    store = open_store(home.path, config.checkpoint)
     if fresh:
         home.check_removable(config)
         latest, state = None, TrainerState(0)
     else:
-        latest, state = home.resume_point(store, digest)
+        latest, state = home.resume_point(store, digest, resume_step)
     state.config_digest = digest
     policy = config.policy
     renderer = config.renderer.load(policy.model.path)
@@ -78,11 +82,12 @@ async def read_start(config: TrainConfig, home: RunDirectory, console: Console, 
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)
-    learner = open_learner(policy, config.optimizer_steps, model_path=latest)
-    guard = KLGuard.open(config, learner, state.kl_coef)
-    critic = Critic.create(policy, learner, config.critic_steps, directory=latest and latest / CRITIC)
-    if latest is not None:
-        learner.load(latest)
-        restore_rng(state.rng)
-        console.print(f"resuming {home.path} at step {state.step}", highlight=False)
+    with home.explaining(store, latest):
+        learner = open_learner(policy, config.optimizer_steps, model_path=latest)
+        guard = KLGuard.open(config, learner, state.kl_coef)
+        critic = Critic.create(policy, learner, config.critic_steps, directory=latest and latest / CRITIC)
+        if latest is not None:
+            learner.load(latest)
+            restore_rng(state.rng)
+            console.print(f"resuming {home.path} at step {state.step}", highlight=False)
     return Start(store, state, renderer, tasks, eval_tasks, learner, guard, critic, frozen, began, hooks)

@@ -70,7 +70,12 @@ class TrainSummary:
 
 
 def run_train(
-    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, loop: Loop = train_as_configured
+    config: TrainConfig,
+    *,
+    fresh: bool = False,
+    resume_step: int | None = None,
+    console: Console | None = None,
+    loop: Loop = train_as_configured,
 ) -> TrainSummary:
     """Train, from the beginning or from the last checkpoint of the run directory.
 
@@ -80,6 +85,7 @@ def run_train(
     Args:
         config: What to do.
         fresh: Remove an earlier run of this name first, once it is known that this one can start.
+        resume_step: Go on from the checkpoint of this step, and remove later ones; None goes on from the newest.
         console: Where the display goes; by default standard error.
         loop: What trains.
 
@@ -90,7 +96,7 @@ def run_train(
     """
     console = console or Console(stderr=True)
     try:
-        return asyncio.run(train(config, fresh=fresh, console=console, loop=loop))
+        return asyncio.run(train(config, fresh=fresh, resume_step=resume_step, console=console, loop=loop))
     except (KeyboardInterrupt, asyncio.CancelledError):
         # Of SIGTERM asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
         steps = CheckpointStore(config.runs / config.name / CHECKPOINTS).steps()
@@ -100,13 +106,18 @@ def run_train(
 
 
 async def train(
-    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, loop: Loop = train_as_configured
+    config: TrainConfig,
+    *,
+    fresh: bool = False,
+    resume_step: int | None = None,
+    console: Console | None = None,
+    loop: Loop = train_as_configured,
 ) -> TrainSummary:
     """Train as :func:`run_train` does, in the event loop that runs; a task that is cancelled ends the run in order."""
     console = console or Console(stderr=True)
     directory = config.runs / config.name
     with _sigterm_cancels():
-        async with open_run(config, directory, console, fresh=fresh) as run:
+        async with open_run(config, directory, console, fresh=fresh, resume_step=resume_step) as run:
             await run.hooks.init_end()
             if run.state.step == 0:
                 await run.evaluate("step-0")

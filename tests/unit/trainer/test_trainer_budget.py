@@ -12,7 +12,7 @@ from turnwise.config import load_config
 from turnwise.errors import ConfigError
 from turnwise.trainer.budget import UNKNOWN_STEPS, Budget, BudgetConfig, read_count, read_duration, show_duration
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loggers import LiveDisplay
+from turnwise.trainer.loggers.console import LiveDisplay
 
 LEAST = {"policies": {"main": {"model": {"path": "m"}}}, "rollout": {"env": {"name": "lookup"}}, "name": "r"}
 

@@ -14,6 +14,7 @@ import torch
 
 from turnwise.errors import CheckpointError
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, load_state, restore_rng
+from turnwise.trainer.checkpoint_config import BestConfig
 
 
 def write_weights(text: str):
@@ -40,6 +41,52 @@ def test_save_load_and_keep(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, keep=0)
 
 
+def best_of(mode: str = "max", keep: int = 1) -> BestConfig:
+    return BestConfig.model_validate({"metric": "eval/sampled", "mode": mode, "keep": keep})
+
+
+def test_the_best_remain_besides_the_newest_and_the_link_leads_to_the_first_of_them(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, best=best_of(keep=2))
+    for step, value in ((1, 0.1), (2, 0.9), (3, 0.4), (4, float("nan")), (5, None)):
+        assert store.improves({"eval/sampled": value or 0.0}) == (step <= 2)
+        store.save(TrainerState(step), write_weights("w"), {} if value is None else {"eval/sampled": value})
+    assert store.steps() == [2, 3, 5]
+    assert os.readlink(tmp_path / "best") == "step_000002"
+    # An evaluation after the last checkpoint rates it; of equal ones the newest is the best.
+    store.rate(5, {"eval/sampled": 0.9})
+    store.rate(7, {"eval/sampled": 1.0})
+    assert (os.readlink(tmp_path / "best"), store.steps()) == ("step_000005", [2, 5])
+    # Another process knows it too; one that is to keep the lowest, or no best at all, goes by its own configuration.
+    CheckpointStore(tmp_path, keep=1, best=best_of("min")).tidy()
+    assert (os.readlink(tmp_path / "best"), store.steps()) == ("step_000005", [5])
+    CheckpointStore(tmp_path, keep=1).tidy()
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_a_step_that_is_done_again_is_rated_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, best=best_of())
+    store.save(TrainerState(1), write_weights("w"), {"eval/sampled": 0.2})
+    store.save(TrainerState(2), write_weights("w"), {"eval/sampled": 0.8})
+    store.save(TrainerState(2), write_weights("w"), {})
+    assert not (tmp_path / "best").is_symlink()
+    (tmp_path / "best.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"best\.json is malformed: .*remove it"):
+        CheckpointStore(tmp_path, keep=1, best=best_of()).tidy()
+
+
+def test_going_back_removes_what_came_after(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.save(TrainerState(step), write_weights("w"))
+    (tmp_path / "step_000003" / "trainer_state.json").unlink()
+    assert store.latest() == tmp_path / "step_000003", "nobody goes on from an older one without being told"
+    assert store.whole_before(3) == 2
+    (tmp_path / "step_000002" / "sub" / "part").unlink()
+    assert (store.whole_before(3), store.whole_before(1)) == (1, None)
+    store.tidy(after=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000001"]
+
+
 def test_a_million_steps_sort_by_number(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1_000_000, 999_999):
@@ -64,8 +111,9 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
         write_weights("two")(directory)
         raise OSError("disk full")
 
-    with pytest.raises(CheckpointError, match="disk full"):
+    with pytest.raises(CheckpointError, match="disk full; the ones before are untouched: make room"):
         store.save(TrainerState(2), fail)
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000001"], "the draft would fill the disk"
     assert store.latest() == tmp_path / "step_000001"
     store.save(TrainerState(3), write_weights("three"))
     assert [each.name for each in tmp_path.iterdir()] == ["step_000003"]
@@ -75,9 +123,11 @@ _KILLED = """
     import os, sys
     from pathlib import Path
     from turnwise.trainer import checkpoint
+    from turnwise.trainer.checkpoint_config import BestConfig
 
     moment, directory = sys.argv[1], Path(sys.argv[2])
-    store = checkpoint.CheckpointStore(directory, keep=1)
+    best = BestConfig(metric="eval/sampled")
+    store = checkpoint.CheckpointStore(directory, keep=1, best=best)
 
     def write(draft):
         (draft / "model.safetensors").write_text("second")
@@ -92,13 +142,20 @@ _KILLED = """
             os.kill(os.getpid(), 9)
         if moment == "renamed" and ".draft-" in str(self):
             os.kill(os.getpid(), 9)
+        if moment == "rated" and str(target).endswith("best.json"):
+            os.kill(os.getpid(), 9)
+        if moment == "linked" and str(target).endswith("best"):
+            os.kill(os.getpid(), 9)
 
     Path.rename = dying_rename
-    store.save(checkpoint.TrainerState(4, epoch=1), write)
+    store.save(checkpoint.TrainerState(4, epoch=1), write, {"eval/sampled": 0.5})
 """
 
 
-@pytest.mark.parametrize(("moment", "survivor"), [("writing", "first"), ("replacing", "first"), ("renamed", "second")])
+@pytest.mark.parametrize(
+    ("moment", "survivor"),
+    [("rated", "first"), ("writing", "first"), ("replacing", "first"), ("renamed", "second"), ("linked", "second")],
+)
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, survivor: str) -> None:
     """The process really dies by SIGKILL, once in each part of saving a step over itself."""
     store = CheckpointStore(tmp_path, keep=1)
@@ -111,13 +168,15 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: 
         check=False,
     )
     assert result.returncode == -signal.SIGKILL, result.stderr
-    after = CheckpointStore(tmp_path, keep=1)
+    after = CheckpointStore(tmp_path, keep=1, best=best_of())
     latest = after.latest()
     assert latest is not None
+    after.tidy()
+    assert (tmp_path / "best").resolve() == latest
     assert load_state(latest).epoch == (1 if survivor == "second" else 0)
     assert (latest / "model.safetensors").read_text() == survivor
-    after.save(TrainerState(5), write_weights("third"))
-    assert [each.name for each in tmp_path.iterdir()] == ["step_000005"]
+    after.save(TrainerState(5), write_weights("third"), {"eval/sampled": 0.7})
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["best", "best.json", "step_000005"]
 
 
 _KILLED_WHILE_REMOVING = """

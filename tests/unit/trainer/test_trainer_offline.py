@@ -21,7 +21,7 @@ from turnwise.inference.classifier import Classifier
 from turnwise.inference.renderer import load_renderer
 from turnwise.inference.reward_server import Encoder
 from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.loggers import read_metrics
+from turnwise.trainer.loggers.jsonl import read_metrics
 from turnwise.trainer.metrics import meaning
 from turnwise.trainer.offline.config import DPOConfig, FilterConfig, PairingConfig, RewardModelConfig, SFTConfig
 from turnwise.trainer.offline.dpo import PreferenceObjective, reference_sums, run_dpo

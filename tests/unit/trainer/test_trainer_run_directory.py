@@ -62,10 +62,13 @@ def test_where_nothing_was_begun_nothing_is_left(tmp_path: Path) -> None:
 
 def test_parts_are_counted_and_what_they_cost_is_added(tmp_path: Path) -> None:
     home = RunDirectory(tmp_path)
+    ids = set()
     for part in range(3):
         assert home.begin(config(), "d", fresh=False) == part
         home.spend(1.5, 2.0)
-    assert home.read() == {"parts": 3, "config_digest": "d", "wall_s": 4.5, "cpu_s": 6.0}
+        ids.add(home.read()["id"])
+    [name] = ids
+    assert home.read() == {"id": name, "parts": 3, "config_digest": "d", "wall_s": 4.5, "cpu_s": 6.0}
     home.note(first_eval={"greedy": None})
     assert json.loads((tmp_path / "run.json").read_text())["first_eval"] == {"greedy": None}
 
@@ -77,10 +80,12 @@ def test_fresh_removes_what_was_there_and_follows_no_link(tmp_path: Path) -> Non
     (home.path / "checkpoints" / "step_000001").mkdir(parents=True)
     (home.path / "metrics.jsonl").touch()
     (home.path / "link").symlink_to(outside)
-    home.note(parts=7, first_eval={})
+    home.note(id="before", parts=7, first_eval={})
     assert home.begin(config(), "d", fresh=True) == 0
     assert sorted(os.listdir(home.path)) == ["config.yaml", "run.json"]
-    assert home.read() == {"parts": 1, "config_digest": "d"}
+    held = home.read()
+    assert held.pop("id") != "before"
+    assert held == {"parts": 1, "config_digest": "d"}
     assert (outside / "precious").exists()
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from support.chat_models import build_model_dir
 from turnwise.errors import TaskError, TrainError
 from turnwise.inference.renderer import load_renderer
-from turnwise.trainer.loggers import read_metrics
+from turnwise.trainer.loggers.jsonl import read_metrics
 from turnwise.trainer.offline import core as core_module
 from turnwise.trainer.offline import demonstrations as demonstrations_module
 from turnwise.trainer.offline import sft as sft_module

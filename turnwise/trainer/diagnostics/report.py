@@ -15,7 +15,7 @@ from turnwise.trainer.audit import is_float32
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.diagnostics.gap import Gaps, gap_record, gap_words
 from turnwise.trainer.diagnostics.warnings import Setting, Warned, Warner, find_warnings
-from turnwise.trainer.loggers import JSONLLogger
+from turnwise.trainer.loggers.jsonl import JSONLLogger
 from turnwise.trajectory import TrajectoryGroup
 
 # Estimators that compare nobody with the other members of a group.

@@ -244,5 +244,7 @@ async def finish_step(run: TrainRun) -> None:
     config, step, ended = run.config, run.state.step, run.ended
     if config.eval and config.eval.every and step % config.eval.every == 0 and not ended:
         await run.evaluate(f"step-{step}")
-    if step % config.checkpoint.every == 0 or ended:
+    # Weights that an evaluation found to be the best so far are kept, whatever the step.
+    best = run.store.improves({name: value for name, value in run.found.items() if name.startswith("eval/")})
+    if step % config.checkpoint.every == 0 or best or ended:
         run.save()

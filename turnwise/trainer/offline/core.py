@@ -21,7 +21,8 @@ from turnwise.errors import TaskError, TrainError
 from turnwise.inference.core import Renderer
 from turnwise.inference.renderer import save_format
 from turnwise.trainer.learner import Learner
-from turnwise.trainer.loggers import JSONLLogger, LiveDisplay
+from turnwise.trainer.loggers.console import LiveDisplay
+from turnwise.trainer.loggers.jsonl import JSONLLogger
 from turnwise.trainer.metrics import checked, update_metrics
 from turnwise.trainer.objectives import Objective
 from turnwise.trainer.offline.config import OfflineConfig
