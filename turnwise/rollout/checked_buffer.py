@@ -20,12 +20,21 @@ class CheckedBuffer(ReplayBuffer):
 
     Args:
         inner: Keeps the groups.
-        write: Called with every trajectory.
+        write: Called with every trajectory that is put and was not written before.
         most: How many groups in a row without a member end the run.
+        waited_for: Whether somebody waits for a group; of one that comes too late nothing is taken.
     """
 
-    def __init__(self, inner: ReplayBuffer, write: Callable[[Trajectory], None] | None, *, most: int) -> None:
+    def __init__(
+        self,
+        inner: ReplayBuffer,
+        write: Callable[[Trajectory], None] | None,
+        *,
+        most: int,
+        waited_for: Callable[[TrajectoryGroup], bool] | None = None,
+    ) -> None:
         self._inner = inner
+        self._waited_for = waited_for
         self._write = write
         self._failures = FailureWatch(most)
         # Only of groups that have not been put yet.
@@ -51,6 +60,9 @@ class CheckedBuffer(ReplayBuffer):
                     f"the replay buffer was given {shown(value)} where a {kind.__name__} belongs: put TrajectoryGroups "
                     "of Trajectories, whose segments a Session recorded"
                 )
+        if self._waited_for is not None and not self._waited_for(group):
+            self._written -= {each.id for each in _members(group)}
+            return
         for trajectory in _members(group):
             if trajectory.id not in self._written:
                 self.write(trajectory)
@@ -86,6 +98,10 @@ class CheckedBuffer(ReplayBuffer):
     def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
         """Set who is told of groups that will never be trained."""
         self._inner.drops_to(told)
+
+    def reissued(self) -> None:
+        """Count what is played anew."""
+        self._inner.reissued()
 
     def discard(self, keys: Collection[str], why: str) -> None:
         """Forget groups that were asked for."""

@@ -184,6 +184,8 @@ class RolloutConfig(BaseModel):
             then. By default they are played here.
         agent_loop_manager_class: The class that replaces the rollout manager, as ``pkg.module.Class``,
             ``pkg.module:Class`` or ``path/to/file.py:Class``; by default the package's own.
+        lease_timeout: Seconds after which a group that such a class works on is given out again, unless it calls
+            ``current_rollout().beat(request)`` in between; by default it is waited for.
         agent_loop_config_path: A YAML file that lists agents which tasks and ``agent`` may name besides the registered
             ones.
         group_size: Episodes per task, whose trajectories are compared with each other.
@@ -228,6 +230,7 @@ class RolloutConfig(BaseModel):
     gateway: AddressConfig = AddressConfig()
     remote: RemoteConfig | None = None
     agent_loop_manager_class: ConfigReference | None = None
+    lease_timeout: Annotated[float, Field(gt=0)] | None = None
     agent_loop_config_path: ConfigPath | None = None
     group_size: PositiveInt = 8
     compare: Compare = "role"
@@ -277,6 +280,11 @@ class RolloutConfig(BaseModel):
     def _one_way_out(self) -> Self:
         if self.remote is not None and self.agent_loop_manager_class is not None:
             raise ValueError("either remote or agent_loop_manager_class: such a class hands its episodes out itself")
+        if self.lease_timeout is not None and self.agent_loop_manager_class is None:
+            raise ValueError(
+                f"lease_timeout is {self.lease_timeout:g}, but it is for a manager of agent_loop_manager_class: remove "
+                "it (runners have remote.lost_after)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -164,6 +164,10 @@ class ReplayBuffer(ABC):
         """Set who is told of finished groups that will never be trained, and why. It is called in :meth:`sample`."""
         del told
 
+    def reissued(self) -> None:
+        """Learn that a group or an episode is played anew because whoever had it was lost. It is counted."""
+        return
+
     def discard(self, keys: Collection[str], why: str) -> None:
         """Forget groups that were asked for: nobody waits for those in flight any more, and those that are here are
         dropped. A buffer that does not override this keeps what is here, for a later batch.

@@ -23,6 +23,7 @@ from turnwise.references import load_class_from_fqn
 from turnwise.rollout.checked_buffer import CheckedBuffer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.handed_out import HandedOut
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.trajectory import TrajectoryGroup
@@ -64,10 +65,20 @@ class CurrentRollout:
     Attributes:
         buffer: Where it puts finished groups.
         parts: What else the run hands over.
+        handed_out: Watches over what the manager works on, with ``rollout.lease_timeout``.
     """
 
     buffer: ReplayBuffer
     parts: RolloutParts
+    handed_out: HandedOut | None = None
+
+    def beat(self, request: RolloutRequest) -> bool:
+        """Say that somebody works on a request, so that ``rollout.lease_timeout`` begins anew. From the loop's thread.
+
+        Returns:
+            Whether its group is waited for. Else it has arrived, or was given out again to somebody else.
+        """
+        return self.handed_out is None or self.handed_out.beat(request)
 
 
 _CURRENT: contextvars.ContextVar[CurrentRollout] = contextvars.ContextVar("turnwise_current_rollout")
@@ -146,6 +157,8 @@ class OutsideManager(RolloutManager):
         self._config = config
         self._current = current
         self._started: set[asyncio.Task[Any]] = set()
+        if current.handed_out is not None:
+            current.handed_out.reissue_by(self._reissue)
 
     @classmethod
     async def create(
@@ -161,9 +174,13 @@ class OutsideManager(RolloutManager):
         found = check_manager(config, parts.custom)
         if reference is None or found is None:
             raise ConfigError(f"{KEY} is missing")
-        checked = CheckedBuffer(buffer or LocalReplayBuffer(), parts.write, most=config.max_failed_groups)
+        seconds, say = config.lease_timeout, parts.notify or (lambda _: None)
+        handed_out = None if seconds is None else HandedOut(seconds, say)
+        waited_for = None if handed_out is None else handed_out.arrived
+        inside = buffer or LocalReplayBuffer()
+        checked = CheckedBuffer(inside, parts.write, most=config.max_failed_groups, waited_for=waited_for)
         parts = replace(parts, write=checked.write, settings=_settings(found, reference, parts.custom))
-        current = CurrentRollout(checked, parts)
+        current = CurrentRollout(checked, parts, handed_out)
         create: Callable[..., Any] = _attribute(found, "create")
         arguments = _arguments(create, reference, config, client, current)
         token = _CURRENT.set(current)
@@ -212,6 +229,8 @@ class OutsideManager(RolloutManager):
         for task in asyncio.all_tasks() - before:
             self._started.add(task)
             task.add_done_callback(self._ended)
+        if self._current.handed_out is not None:
+            self._current.handed_out.give(requests)
 
     async def gather(
         self, requests: Sequence[RolloutRequest], on_group: OnGroup | None = None
@@ -263,14 +282,19 @@ class OutsideManager(RolloutManager):
             return frozenset()
         try:
             ended = self._inner.cancel(keys)
-            return frozenset((await ended if inspect.isawaitable(ended) else ended) or ())
+            found = frozenset((await ended if inspect.isawaitable(ended) else ended) or ())
         except TurnwiseError:
             raise
         except Exception as error:
             raise TrainError(f"{self._name}.cancel raised {type(error).__name__}: {error}") from error
+        if self._current.handed_out is not None:
+            self._current.handed_out.forget(found)
+        return found
 
     async def close(self) -> None:
         """Close the manager, where it can be closed, and cancel what its ``generate_sequences`` started."""
+        if self._current.handed_out is not None:
+            self._current.handed_out.close()
         for task in self._started:
             task.remove_done_callback(self._ended)
         close = _attribute(type(self._inner), "close")
@@ -289,6 +313,14 @@ class OutsideManager(RolloutManager):
     @property
     def _name(self) -> str:
         return type(self._inner).__qualname__
+
+    def _reissue(self, request: RolloutRequest) -> None:
+        """Ask again for what somebody had who gave no sign of life."""
+        self._current.buffer.reissued()
+        try:
+            self.generate_sequences([request])
+        except TurnwiseError as error:
+            self._current.buffer.fail(error)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._started.discard(task)

@@ -259,6 +259,8 @@ class RolloutProducer(RolloutManager):
                 await self._parts.recover(error)
             if isinstance(error, RunnerLost) and lost > 0:
                 lost -= 1
+                if self._buffer is not None and request.partition == "train":
+                    self._buffer.reissued()
                 continue
             if left == 0 or not (isinstance(error, TurnwiseError) and error.retryable):
                 break

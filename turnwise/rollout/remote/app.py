@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -89,7 +88,7 @@ class RunnerApp:
         runner = self._hub.runners.get(runner_id)
         if runner is None:
             raise _Refused(410, "the run has given this runner up: open a line anew")
-        runner.beat = time.monotonic()
+        self._hub.beat(runner)
         return runner
 
     def _lease(self, runner: Runner, lease_id: str) -> Lease:

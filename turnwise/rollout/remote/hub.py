@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from turnwise.agents.core import Episode
 from turnwise.errors import RunnerLost
+from turnwise.rollout.leases import Leases
 from turnwise.rollout.remote.protocol import VERSION
 
 Notify = Callable[[str], None]
@@ -51,7 +51,6 @@ class Runner:
         free: How many more episodes it takes.
         events: What it is to be told; None ends its line.
         leases: What it works on.
-        beat: When it was last heard of.
     """
 
     id: str
@@ -59,7 +58,6 @@ class Runner:
     free: int
     events: asyncio.Queue[dict[str, Any] | None]
     leases: dict[str, Lease] = field(default_factory=dict)
-    beat: float = field(default_factory=time.monotonic)
 
 
 class RunnerHub:
@@ -75,7 +73,7 @@ class RunnerHub:
         self.runners: dict[str, Runner] = {}
         self._told = notify
         self._waiting: deque[asyncio.Future[Runner]] = deque()
-        self._reaper: asyncio.Task[None] | None = None
+        self._lives = Leases(lost_after, self._silent)
         self._said_waiting = False
         self._closed = False
 
@@ -88,17 +86,21 @@ class RunnerHub:
         if self._closed:
             runner.events.put_nowait({"event": "bye"})
             runner.events.put_nowait(None)
-        if self._reaper is None:
-            self._reaper = asyncio.create_task(self._reap())
+        self._lives.grant(runner.id)
         self._notify(f"runner {name} connected, {places} at a time ({len(self.runners)} in all)")
         self._said_waiting = False
         self._match()
         return runner
 
+    def beat(self, runner: Runner) -> None:
+        """Note a sign of life."""
+        self._lives.beat(runner.id)
+
     def leave(self, runner: Runner, why: str) -> None:
         """Give a runner up: what it works on is lost. Twice is no error."""
         if self.runners.pop(runner.id, None) is None:
             return
+        self._lives.done(runner.id)
         self._notify(f"runner {runner.name} is gone: {why} ({len(self.runners)} left)")
         for lease in list(runner.leases.values()):
             if not lease.done.done():
@@ -153,9 +155,7 @@ class RunnerHub:
     async def close(self) -> None:
         """Tell the runners that the run has ended."""
         self._closed = True
-        if self._reaper is not None:
-            self._reaper.cancel()
-            await asyncio.gather(self._reaper, return_exceptions=True)
+        self._lives.close()
         for runner in list(self.runners.values()):
             runner.events.put_nowait({"event": "bye"})
             runner.events.put_nowait(None)
@@ -183,9 +183,5 @@ class RunnerHub:
             self._said_waiting = True
             self._notify("no runner is connected: episodes wait for one")
 
-    async def _reap(self) -> None:
-        while True:
-            await asyncio.sleep(self.lost_after / 4)
-            limit = time.monotonic() - self.lost_after
-            for runner in [each for each in self.runners.values() if each.beat < limit]:
-                self.leave(runner, f"no sign of life for {self.lost_after:g} s")
+    def _silent(self, runner_id: str) -> None:
+        self.leave(self.runners[runner_id], f"no sign of life for {self.lost_after:g} s")
