@@ -85,3 +85,15 @@ class Dying(PlainManager):
         if self.groups == 3:
             raise RuntimeError("the scheduler lost its cluster")
         await super().group(request)
+
+
+class Forgetful(PlainManager):
+    """Loses the first group that it is asked for, without a word."""
+
+    lost = False
+
+    async def group(self, request):
+        if not self.lost:
+            self.lost = True
+            return
+        await super().group(request)

@@ -213,6 +213,8 @@ class OutsideManager(RolloutManager):
         Raises:
             TurnwiseError: It raised.
         """
+        if self._current.handed_out is not None:
+            self._current.handed_out.give(requests)
         before = asyncio.all_tasks()
         token = _CURRENT.set(self._current)
         try:
@@ -229,8 +231,6 @@ class OutsideManager(RolloutManager):
         for task in asyncio.all_tasks() - before:
             self._started.add(task)
             task.add_done_callback(self._ended)
-        if self._current.handed_out is not None:
-            self._current.handed_out.give(requests)
 
     async def gather(
         self, requests: Sequence[RolloutRequest], on_group: OnGroup | None = None

@@ -27,6 +27,25 @@ def config(manager: str | None) -> RolloutConfig:
     return load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "agent_loop_manager_class": manager})
 
 
+async def test_a_group_without_a_sign_of_life_is_given_out_again() -> None:
+    said: list[str] = []
+    buffer, renderer = LocalReplayBuffer(), ToyRenderer()
+    plan = EvalPlan(tasks="turnwise.envs.lookup:tasks?n=3&split=test", samples=1, pass_k=[1])
+    parts = RolloutParts(renderer, notify=said.append, custom={"at_once": 1})
+    section = config("support.outside_manager:Forgetful").model_copy(update={"lease_timeout": 0.3})
+    manager = await create_manager(section, ScriptedClient(renderer, lambda _: "x"), buffer, parts)
+    result = await evaluate(manager, plan)
+    await manager.close()
+    assert result.sampled is not None
+    assert result.sampled.success.tasks == 3
+    assert any("no sign of life for 0.3 s, so it is given out again" in text for text in said)
+
+
+def test_leases_are_for_managers_of_one_s_own() -> None:
+    with pytest.raises(ConfigError, match="lease_timeout is 5, but it is for a manager of agent_loop_manager_class"):
+        load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "lease_timeout": 5})
+
+
 async def made(manager: str, *, buffer=None, write=None, custom: dict[str, Any] | None = None):
     renderer = ToyRenderer()
     client = ScriptedClient(renderer, lambda request: f"answer {request.session_id}")

@@ -1,0 +1,114 @@
+"""How code waits for a buffer to change, on the event loop or in a thread of its own.
+
+Owns: :class:`Waiting`, which a buffer is besides. Refuses: what is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from turnwise.errors import TrainError
+
+T = TypeVar("T")
+
+# Up to which change the code that runs has seen the buffer: what came since then ends its wait at once.
+_SEEN: contextvars.ContextVar[int | None] = contextvars.ContextVar("turnwise_seen_change", default=None)
+
+
+class Waiting:
+    """Counts changes, and wakes who waits for the next one."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        # Set and replaced at every change: each waiter wakes once per change.
+        self._changed = asyncio.Event()
+        self._changes = 0
+        self._reissued = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocked: set[concurrent.futures.Future[None]] = set()
+        self._lock = threading.Lock()
+
+    async def changed(self) -> None:
+        """Wait until something has changed since this code last asked what is ``ready`` or ``flying``.
+
+        Raises:
+            TurnwiseError: No further group will come: the producer ended with this error.
+        """
+        event, seen = self._changed, _SEEN.get()
+        if seen is None or seen == self._changes:
+            self._check()
+            await event.wait()
+        self._check()
+
+    def wait(self) -> None:
+        """Wait as :meth:`changed` does, in a thread: what a plain ``def sample`` calls.
+
+        Raises:
+            TrainError: It would block the event loop.
+            TurnwiseError: As :meth:`changed`.
+        """
+        loop = self._loop
+        if loop is None or _running() is loop:
+            raise TrainError("wait() would block the run for ever: in an async def, await self.changed() instead")
+        blocked = asyncio.run_coroutine_threadsafe(self.changed(), loop)
+        with self._lock:
+            self._blocked.add(blocked)
+        try:
+            blocked.result()
+        finally:
+            with self._lock:
+                self._blocked.discard(blocked)
+
+    def reissued(self) -> None:
+        """Count what is played anew because whoever had it was lost."""
+        self._reissued += 1
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Run blocking code in a thread, and end its wait when this is cancelled."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.to_thread(call)
+        except asyncio.CancelledError:
+            with self._lock:
+                blocked = list(self._blocked)
+            for each in blocked:
+                each.cancel()
+            raise
+
+    def _on_loop(self, act: Callable[[], T]) -> T:
+        """Do something on the event loop, whoever asks: a buffer is changed nowhere else."""
+        loop = self._loop
+        if loop is None or _running() is loop:
+            return act()
+
+        async def acting() -> T:
+            return act()
+
+        return asyncio.run_coroutine_threadsafe(acting(), loop).result()
+
+    def _see(self) -> None:
+        _SEEN.set(self._changes)
+
+    def _notify(self) -> None:
+        self._changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._raised() from self._error
+
+    def _raised(self) -> BaseException:
+        raise NotImplementedError
+
+
+def _running() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
