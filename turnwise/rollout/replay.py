@@ -7,16 +7,19 @@ choosing groups (``strategies.py``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError, TurnwiseError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.members import MemberRule
-from turnwise.rollout.strategies import Arrival, Flight, GroupFacts, Strategy
+from turnwise.rollout.strategies import Arrival, Choice, Flight, GroupFacts, Strategy
+from turnwise.rollout.tail import Cut, Tail
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 PARTITIONS = ("train", "val")
@@ -32,10 +35,14 @@ class LocalReplayBuffer(ReplayBuffer):
     Args:
         strategy: Chooses the groups of a batch; by default those that arrived first.
         members: Which groups to train are dropped because members failed; by default those without any.
+        tail: How long a batch to train waits for its last groups; by default until they are there.
     """
 
-    def __init__(self, strategy: Strategy | None = None, *, members: MemberRule | None = None) -> None:
+    def __init__(
+        self, strategy: Strategy | None = None, *, members: MemberRule | None = None, tail: Tail | None = None
+    ) -> None:
         self._members = members or MemberRule()
+        self._tail = tail
         self._strategy = strategy or Arrival()
         self._ready: dict[str, dict[str, tuple[GroupFacts, TrajectoryGroup]]] = {name: {} for name in PARTITIONS}
         self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
@@ -101,7 +108,8 @@ class LocalReplayBuffer(ReplayBuffer):
         """Wait for and hand out ``batch_size`` groups of a partition, as the strategy chooses.
 
         Returns:
-            As :meth:`take`, and ``replay/wait_s`` (seconds waited).
+            As :meth:`take`, and ``replay/wait_s`` (seconds waited). Where the tail is cut the batch has fewer groups:
+            ``straggler/cut_groups`` says how many, ``straggler/wait_s`` how long they were waited for.
 
         Raises:
             TurnwiseError: What :meth:`fail` was given.
@@ -110,7 +118,8 @@ class LocalReplayBuffer(ReplayBuffer):
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
         started = time.monotonic()
-        strategy = self._strategy if partition_id == "train" else _EVALUATED
+        strategy, tail = (self._strategy, self._tail) if partition_id == "train" else (_EVALUATED, None)
+        cut = Cut()
         while True:
             # Taken before the choice: a group that comes while others are asked for wakes this one, too.
             changed = self._changed
@@ -121,15 +130,23 @@ class LocalReplayBuffer(ReplayBuffer):
             choice = strategy.choose(ready, flying, global_steps, batch_size, taken)
             for group_id, why in choice.drop:
                 self._drop(partition_id, group_id, why)
-            if choice.take is not None:
-                ref, metrics = self.take(choice.take, global_steps)
+            if choice.take is None and tail is not None:
+                # As if nothing were in flight: nobody waits for that any more.
+                smaller = partial(_without_flights, strategy, ready, global_steps, taken)
+                cut = tail.look(smaller, len(ready), batch_size, cut.since, time.monotonic())
+            if (take := choice.take or cut.take) is not None:
+                ref, metrics = self.take(take, global_steps)
+                if tail is not None:
+                    metrics |= _cut_metrics(cut, batch_size - len(take))
                 return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
             missing = strategy.lacks(self.ready(partition_id), flying, global_steps, batch_size)
             refill = self._refill if choice.refill and partition_id == "train" else None
             if missing > 0 and refill is not None and not refill(missing):
                 batch_size = self._smaller(global_steps, batch_size - missing)
                 continue
-            await changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if cut.due is None else max(0.0, cut.due - time.monotonic())):
+                    await changed.wait()
 
     def ready(self, partition_id: str) -> list[GroupFacts]:
         """Return what is known of the finished groups of a partition, in the order of their arrival."""
@@ -265,6 +282,15 @@ class LocalReplayBuffer(ReplayBuffer):
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _without_flights(strategy: Strategy, ready: Sequence[GroupFacts], step: int, taken: int, batch_size: int) -> Choice:
+    return strategy.choose(ready, (), step, batch_size, taken)
+
+
+def _cut_metrics(cut: Cut, groups: int) -> dict[str, float]:
+    waited = 0.0 if cut.since is None else time.monotonic() - cut.since
+    return {"straggler/cut_groups": float(groups), "straggler/wait_s": waited}
 
 
 def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:

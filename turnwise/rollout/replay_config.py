@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from turnwise.rollout.config import NamedConfig
 from turnwise.rollout.members import MemberRule
 from turnwise.rollout.strategies.fresh import Order
+from turnwise.rollout.tail import Tail
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -105,12 +106,14 @@ class RunFacts:
         sync: Whether rollouts and training take turns: then batches are ordered so that a run can be repeated.
         seed: Of the run.
         members: Which groups are dropped because members failed.
+        tail: How long a step waits for the last groups of its batch; None waits for all.
     """
 
     groups: int
     sync: bool
     seed: int = 0
     members: MemberRule = field(default_factory=MemberRule)
+    tail: Tail | None = None
 
     @property
     def order(self) -> Order:

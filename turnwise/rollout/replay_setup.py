@@ -110,7 +110,7 @@ def make_buffer(config: ReplayConfig, facts: RunFacts) -> ReplayBuffer:
     Raises:
         ConfigError: As :func:`make_strategy`.
     """
-    return LocalReplayBuffer(make_strategy(config, facts), members=facts.members)
+    return LocalReplayBuffer(make_strategy(config, facts), members=facts.members, tail=facts.tail)
 
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> Admission:

@@ -18,8 +18,10 @@ from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.members import MemberRule
 from turnwise.rollout.replay_config import ReplayConfig, RunFacts
+from turnwise.rollout.tail import Tail
 from turnwise.tasks import TasksConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.batch_config import BatchConfig, check_leftover
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
 from turnwise.trainer.checkpoint_config import CheckpointConfig
 from turnwise.trainer.hooks import HookNames
@@ -194,23 +196,6 @@ class PolicyConfig(_Section):
         return self
 
 
-class BatchConfig(_Section):
-    """What a train step is made of.
-
-    Attributes:
-        groups: Groups per step (``rollout.group_size`` trajectories each).
-        max_tokens_per_micro_batch: Tokens of one forward and backward pass; more needs more memory.
-        max_tokens_per_row: Longer rows are cut; what is cut off is counted. None cuts nothing.
-        share_prefixes: Compute once what rows of a micro-batch have in common at their beginning (the prompt of a
-            group, the history of branches). The result is the same.
-    """
-
-    groups: PositiveInt = 16
-    max_tokens_per_micro_batch: PositiveInt = 4096
-    max_tokens_per_row: PositiveInt | None = None
-    share_prefixes: bool = True
-
-
 class TrainEvalConfig(EvalPlan):
     """Evaluation on held-out tasks before the first step, after the last, and in between.
 
@@ -288,13 +273,15 @@ class TrainConfig(_Section):
     def replay_facts(self) -> RunFacts:
         """What the replay buffer may depend on besides its own section."""
         members = MemberRule(self.rollout.min_members, whole=self.rollout.failed_members == "drop")
-        return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed, members=members)
+        tail = None if self.batch.tail is None else Tail(self.batch.tail.seconds, self.batch.tail.share)
+        return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed, members=members, tail=tail)
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
         check_limits(self.steps, self.budget)
         passes = self.algorithm.epochs * self.algorithm.minibatches
         check_mode(self.mode, self.overlap, groups=self.batch.groups, passes=passes)
+        check_leftover(self.batch, self.replay, sync=self.mode == "sync")
         return self
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from turnwise.trainer.advantages import TokenAdvantages, token_rewards
 from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.config import BatchConfig
+from turnwise.trainer.batch_config import BatchConfig
 from turnwise.trainer.credit import turn_rewards
 from turnwise.trainer.critic import Critic
 from turnwise.trainer.kl import RowKey

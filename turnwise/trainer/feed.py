@@ -6,7 +6,7 @@ and one that goes on asks for that again. Refuses: which finished groups are tra
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,11 +14,16 @@ from typing import Any
 from turnwise.errors import CheckpointError, TaskError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.managers import Rollouts
+from turnwise.rollout.replay_setup import allowed_staleness
 from turnwise.rollout.strategies import GroupFacts
 from turnwise.tasks import Task
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
+
+SURPLUS = "surplus"
+"""Why a finished group is dropped that its step did not take and a later one could not train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,9 @@ class Feed:
         self._given = False
         self._refilled = 0
         self._group_size = config.rollout.group_size
+        # Of the groups that are outstanding: tokens of the episodes that ended.
+        self._sampled: Counter[str] = Counter()
+        self._wasted: Counter[str] = Counter()
         self.outstanding: dict[str, Asked] = {}
         buffer.refill_by(self._refill)
         buffer.drops_to(self._dropped)
@@ -106,6 +114,53 @@ class Feed:
         if missing > 0:
             self.issue(self.next(missing, group_size=group_size))
 
+    def ask(self, *, group_size: int | None = None) -> None:
+        """Ask for what a step of ``sync`` starts with, less what is on its way already."""
+        self.top_up(self._config.batch.started, group_size=group_size)
+
+    async def settle(self, step: int) -> dict[str, float]:
+        """Decide what becomes of the groups that a step did not wait for, once it has its batch.
+
+        As ``batch.leftover`` says they are carried into the next step or cancelled; what a caller asked for by name, or
+        what the next step could not train any more, is cancelled.
+
+        Returns:
+            ``straggler/carried`` and ``straggler/cancelled`` (groups), and since the last call
+            ``rollout/cancelled_episodes`` and ``rollout/wasted_tokens`` (sampled in groups that were cancelled or
+            dropped); those that are 0 are left out.
+
+        Raises:
+            TurnwiseError: The rollout manager failed to cancel.
+        """
+        sync, batch = self._config.mode == "sync", self._config.batch
+        found: dict[str, float] = {}
+        if self.outstanding and (sync or batch.tail is not None):
+            bound = allowed_staleness(self._config.replay, sync=sync)
+            asked = self.outstanding.items()
+            late = {key for key, each in asked if each.given or (bound is not None and step - each.version > bound)}
+            cancels = batch.leftover == "cancel" or (batch.leftover is None and bound == 0)
+            ended = await self._manager.cancel(set(self.outstanding) if cancels else late)
+            # Elsewhere what has finished may have been begun later than it was asked for: the strategy looks at it.
+            gone = ended | late if sync else ended
+            self._buffer.discard(gone, SURPLUS)
+            for key in gone:
+                self._wasted["rollout/wasted_tokens"] += self._sampled.pop(key, 0)
+                self.outstanding.pop(key, None)
+            found = {"straggler/carried": float(len(self.outstanding)), "straggler/cancelled": float(len(ended))}
+        found |= {name: float(value) for name, value in self._wasted.items()}
+        self._wasted.clear()
+        return {name: value for name, value in found.items() if value}
+
+    def wrote(self, trajectory: Trajectory) -> None:
+        """Count what an episode sampled: if its group is never trained, that was in vain."""
+        if trajectory.partition != "train":
+            return
+        if trajectory.stop_reason is StopReason.CANCELLED:
+            self._wasted["rollout/cancelled_episodes"] += trajectory.id == trajectory.episode_id
+            self._wasted["rollout/wasted_tokens"] += trajectory.sampled_tokens
+        elif (key := _key_of(trajectory)) in self.outstanding:
+            self._sampled[key] += trajectory.sampled_tokens
+
     def done(self, ref: BatchRef, groups: Sequence[TrajectoryGroup]) -> None:
         """Forget what a batch was asked for by: it is trained, or nothing is saved until it is. A process that goes on
         from a checkpoint asks again for what was outstanding.
@@ -114,12 +169,14 @@ class Feed:
         if ref.keys:
             for key in ref.keys:
                 self.outstanding.pop(key, None)
+                self._sampled.pop(key, None)
             return
         for group in groups:
             tasks = ((key, each.request.task.id) for key, each in self.outstanding.items())
             found = next((key for key, task_id in tasks if task_id == group.task_id), None)
             if found is not None:
                 del self.outstanding[found]
+                self._sampled.pop(found, None)
 
     def state(self) -> list[dict[str, Any]]:
         """Return what is on its way, as JSON values.
@@ -139,7 +196,10 @@ class Feed:
         self._again = deque(_request(record) for record in state)
 
     def _dropped(self, facts: GroupFacts, why: str) -> None:
-        del why
+        # What settles the rest of a step has counted those that it discards.
+        if why != SURPLUS:
+            self._wasted["rollout/wasted_tokens"] += facts.sampled_tokens
+            self._sampled.pop(facts.key, None)
         self.outstanding.pop(facts.key, None)
 
     def _refill(self, missing: int) -> bool:
@@ -151,6 +211,11 @@ class Feed:
         if not self._given:
             self.issue(self.next(missing, group_size=self._group_size))
         return not self._given
+
+
+def _key_of(trajectory: Trajectory) -> str:
+    """Return what an episode of the package's own rollout manager was asked for by: ``PART-KEY/MEMBER.ATTEMPT``."""
+    return trajectory.episode_id.rpartition("/")[0].partition("-")[2]
 
 
 def _record(request: RolloutRequest) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import ConfigError
-from turnwise.trainer.config import BatchConfig, ModelConfig, TrainConfig
+from turnwise.trainer.batch_config import BatchConfig
+from turnwise.trainer.config import ModelConfig, TrainConfig
 from turnwise.trainer.engines.torch import pick_device
 from turnwise.trainer.experience import Collected
 from turnwise.trainer.kl import KLConfig, KLControl, KLTerm, RowKey, charge

@@ -307,6 +307,7 @@ async def _assemble(
     def write(trajectory: Trajectory) -> None:
         files.trajectories.write(trajectory)
         run.last_error = trajectory.error or run.last_error
+        run.feed.wrote(trajectory)
 
     parts = RolloutParts(
         start.renderer,

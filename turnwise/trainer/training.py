@@ -76,7 +76,8 @@ class Training:
         """Roll out, and return the finished groups, in the order of their ids.
 
         Args:
-            tasks: Tasks to roll out, each as one group; by default the next ``batch.groups`` ones of the run's order.
+            tasks: Tasks to roll out, each as one group; one that is dropped (docs/batches.md) is missing from what is
+                returned. By default the next ``batch.groups`` ones of the run's order: there the next one replaces it.
             group_size: Episodes of each; by default ``rollout.group_size``.
 
         Raises:
@@ -84,18 +85,17 @@ class Training:
             InferenceError: The inference server died twice.
         """
         size = group_size or self.config.rollout.group_size
-        if tasks is None:
-            requests = self.run.feed.next(self.config.batch.groups, group_size=size)
-        else:
+        requests = None
+        if tasks is not None:
             # The number of the call stands in the ids: the same task may be asked for again in a step.
             self._asked += 1
             tag = f"step{self.step + 1}.{self._asked}"
             greedy = self.config.algorithm.greedy_baseline
             epoch = self.run.tasks.epoch
             requests = [RolloutRequest(task, epoch, size, tag=tag, greedy_baseline=greedy) for task in tasks]
-        if not requests:
-            raise TrainError(f"step {self.step + 1}: rollouts() was given no task")
-        earlier, self._open = self._open, await roll_out(self.run, requests, given=tasks is not None)
+            if not requests:
+                raise TrainError(f"step {self.step + 1}: rollouts() was given no task")
+        earlier, self._open = self._open, await roll_out(self.run, requests, group_size=size)
         groups = list(self._open.groups)
         if earlier is not None:
             # One step learns from both: its rollout began when the first one did.

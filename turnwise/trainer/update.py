@@ -18,7 +18,7 @@ from turnwise.errors import TrainError
 from turnwise.seeding import stable_hash
 from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.config import BatchConfig
+from turnwise.trainer.batch_config import BatchConfig
 from turnwise.trainer.correction import correct
 from turnwise.trainer.critic import Critic
 from turnwise.trainer.diagnostics.gap import GapWatch

@@ -137,7 +137,7 @@ async def test_requests_of_a_step_have_the_same_seeds_after_a_resume(monkeypatch
     config = load_config(TrainConfig, None, [], {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}})
     tags: list[str] = []
 
-    async def rolled_out(run: Any, requests: Any, *, given: bool = False) -> Batch:
+    async def rolled_out(run: Any, requests: Any, *, group_size: int | None = None) -> Batch:
         tags.extend(request.tag for request in requests)
         return Batch([], {}, 0.0, 1.0)
 

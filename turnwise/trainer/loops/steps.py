@@ -80,21 +80,27 @@ def ask_ahead(run: TrainRun, step: int, taken: int = 0) -> None:
     run.feed.top_up(outstanding + room)
 
 
-async def roll_out(run: TrainRun, requests: Sequence[RolloutRequest], *, given: bool = False) -> Batch:
+async def roll_out(
+    run: TrainRun, requests: Sequence[RolloutRequest] | None = None, *, group_size: int | None = None
+) -> Batch:
     """Have groups rolled out and wait for them.
 
     Args:
         run: The run.
-        requests: What to roll out.
-        given: Whether the caller chose the tasks: a group that is dropped is then not replaced by another one.
+        requests: What to roll out, where the caller chose the tasks: a group that is dropped is then not replaced by
+            another one. By default the next tasks, as many as ``batch`` says.
+        group_size: Members of a group of the next tasks; by default ``rollout.group_size``.
 
     Raises:
-        TrainError: All of them were dropped, and ``given``.
+        TrainError: All groups of the caller's tasks were dropped.
         InferenceError: The inference server died twice.
     """
     await run.hooks.step_begin()
-    run.feed.issue(requests, given=given)
-    return await wait_for(run, len(requests), refill=not given)
+    if requests is None:
+        run.feed.ask(group_size=group_size)
+        return await wait_for(run, run.config.batch.groups)
+    run.feed.issue(requests, given=True)
+    return await wait_for(run, len(requests), refill=False)
 
 
 async def wait_for(run: TrainRun, groups: int, *, refill: bool = True) -> Batch:

@@ -19,6 +19,6 @@ async def train_sync(run: TrainRun) -> None:
         InferenceError: The inference server died twice.
     """
     while not run.ended:
-        batch = await roll_out(run, run.feed.next(run.config.batch.groups))
+        batch = await roll_out(run)
         await train_on(run, batch)
         await finish_step(run)

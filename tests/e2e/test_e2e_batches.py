@@ -1,0 +1,103 @@
+"""Steps that start more groups than they train, and steps that do not wait for their last groups."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from support.lookup_envs import Graded
+from support.lookup_run import MEMBERS, lines, silent, train_config
+from turnwise.rollout.audit import audit_files
+from turnwise.rollout.batches import read_batches
+from turnwise.rollout.writer import read_trajectories
+from turnwise.trainer.train import run_train
+from turnwise.types import StopReason
+
+
+class Plan:
+    """What the episodes of a run wait for."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.later, self.closed = asyncio.Event(), asyncio.Event()
+
+
+PLANS: dict[str, Plan] = {}
+
+
+class Straggling(Graded):
+    """The first episode of a run waits: for ever, or until one of the second step begins, which wait for it then."""
+
+    def __init__(self, key: str, first: int | None = None) -> None:
+        self.plan, self.first, self.number = PLANS[key], first, 0
+
+    async def reset(self, task=None, *, seed=None):
+        plan = self.plan
+        plan.begun += 1
+        self.number = plan.begun
+        if self.number == 1:
+            await (asyncio.Event() if self.first is None else plan.later).wait()
+        elif self.first is not None and self.number > self.first:
+            plan.later.set()
+            await plan.closed.wait()
+        return await super().reset(task, seed=seed)
+
+    def close(self):
+        if self.number == 1:
+            self.plan.closed.set()
+        return super().close()
+
+
+def trained(model: Path, runs: Path, first: int | None = None, **changes: Any) -> Path:
+    PLANS[str(runs)] = Plan()
+    env = {"name": f"{__name__}:Straggling", "config": {"key": str(runs), "first": first}}
+    config = train_config(model, runs, rollout={"env": env}, **changes)
+    return run_train(config, console=silent()).directory
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
+
+
+def test_over_sampling_trains_the_first_groups_and_cancels_the_others(lookup_model: Path, tmp_path: Path) -> None:
+    run = trained(lookup_model, tmp_path, batch={"groups": 2, "over_sample": 1.5})
+    first, second = steps_of(run)
+    assert first["straggler/cancelled"] == first["rollout/cancelled_episodes"] == 1
+    assert first["rollout/wasted_tokens"] > 0, "the three that had finished"
+    for step in (first, second):
+        assert step["batch/trajectories"] == 2 * MEMBERS
+        assert step["replay/staleness_max"] == 0
+    trajectories = list(read_trajectories(run / "trajectories.jsonl"))
+    cancelled = [each for each in trajectories if each.stop_reason is StopReason.CANCELLED]
+    assert len({each.group_id for each in trajectories}) == 6
+    rows = {row.trajectory for row in read_batches(run / "batches.jsonl").rows}
+    lost = {each.group_id for each in cancelled}
+    assert rows.isdisjoint(each.id for each in trajectories if each.group_id in lost)
+    assert audit_files(run).sound
+
+
+def test_the_tail_of_a_batch_is_carried_into_the_next_step(lookup_model: Path, tmp_path: Path) -> None:
+    batch = {"groups": 2, "tail": {"seconds": 0, "share": 0.5}}
+    replay = {"strategy": "bounded", "max_staleness": 1}
+    run = trained(lookup_model, tmp_path, first=2 * MEMBERS, batch=batch, replay=replay)
+    first, second = steps_of(run)
+    assert first["straggler/cut_groups"] == first["straggler/carried"] == 1
+    assert first["batch/trajectories"] == second["batch/trajectories"] == MEMBERS
+    assert (first["replay/staleness_max"], second["replay/staleness_max"]) == (0, 1)
+    assert "rollout/cancelled_episodes" not in second
+    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.jsonl")}
+    rows = {row.trajectory for row in read_batches(run / "batches.jsonl").rows}
+    versions = {
+        name: {version for each in trajectories[name].segments for version, _, _ in each.weight_versions}
+        for name in rows
+    }
+    assert {1} in versions.values(), "the one that was waited for sampled with the weights of the first step"
+    assert audit_files(run).sound
+
+
+def test_the_tail_is_cancelled_where_no_group_of_older_weights_is_trained(lookup_model: Path, tmp_path: Path) -> None:
+    run = trained(lookup_model, tmp_path, batch={"groups": 2, "tail": {"seconds": 0, "share": 0.5}}, steps=1)
+    [step] = steps_of(run)
+    assert step["straggler/cut_groups"] == step["straggler/cancelled"] == step["rollout/cancelled_episodes"] == 1
+    assert "straggler/carried" not in step
