@@ -130,8 +130,8 @@ def names() -> list[str]:
 
 def test_every_hook_in_its_order_and_on_train_end_after_the_last_step(model: Path, tmp_path: Path) -> None:
     held_out = {"tasks": "turnwise.envs.lookup:tasks?n=2&split=test", "samples": 1, "greedy": False, "every": 1}
-    trainer = turnwise.Trainer(train_config(model, tmp_path, eval=held_out), hooks=Recorder, console=silent())
-    trainer.fit()
+    config = train_config(model, tmp_path, eval=held_out, curriculum={"success_reward": 0.5})
+    turnwise.Trainer(config, hooks=Recorder, console=silent()).fit()
     begin, end = ("on_init_end", *VALIDATE, "on_train_begin"), (*VALIDATE, "on_train_end")
     assert names() == [*begin, *STEP, *VALIDATE, *STEP, *end]
     assert [step for name, step, _ in CALLED if name in STEP[:3]] == [1, 1, 1, 2, 2, 2]
@@ -141,6 +141,7 @@ def test_every_hook_in_its_order_and_on_train_end_after_the_last_step(model: Pat
     assert {"rollout_s", "update_s", "sync_s", "step_s"} <= SEEN["timing"].keys()
     steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
     assert [(each["mine/begun"], each["mine/groups"]) for each in steps] == [(1, 2), (1, 2)]
+    assert [each["curriculum/tasks"] for each in steps] == [2, 4]
 
 
 def test_over_sampling_and_dynamic_filtering(model: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
 from turnwise.tasks.config import SourceConfig, Sources, sources_of
 from turnwise.tasks.core import Task
+from turnwise.tasks.curriculum import CurriculumConfig, CurriculumOrder
 from turnwise.tasks.order import HeldOrder, LazyOrder, TaskOrder, left_out
 from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
@@ -112,6 +113,15 @@ class MixedOrder(TaskOrder):
             total.update(order.dropped())
         return dict(total)
 
+    def learn(self, task_id: str, rewards: Sequence[float]) -> None:
+        """Have the order that has the task hear what a group of it earned."""
+        for order in self._members.values():
+            order.learn(task_id, rewards)
+
+    def rates(self) -> list[float]:
+        """Return the running success rates of the tasks of all sources."""
+        return [rate for order in self._members.values() for rate in order.rates()]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
@@ -130,6 +140,7 @@ def open_order(
     keep: Keep | None = None,
     state: Mapping[str, Any] | None = None,
     held_at_most: int = HELD_AT_MOST,
+    curriculum: CurriculumConfig | None = None,
 ) -> tuple[TaskOrder, list[SourceReport]]:
     """Return the order in which tasks are trained.
 
@@ -141,6 +152,7 @@ def open_order(
         keep: Says which tasks are left out.
         state: Where to go on (:meth:`TaskOrder.state`); the beginning where it is None.
         held_at_most: Sources with more tasks are streamed, unless they say otherwise.
+        curriculum: By which difficulty tasks are taken within their source; None takes all equally often.
 
     Returns:
         The order, and a report of each source.
@@ -155,7 +167,7 @@ def open_order(
         [source] = sources
         if state is not None and "sources" in state:
             _check_state(sources, state)
-        return _order(source, seed, shuffle, _least(limit, source.config.limit), state, held_at_most, {})
+        return _order(source, seed, shuffle, _least(limit, source.config.limit), state, held_at_most, {}, curriculum)
     _check_state(sources, state)
     orders: dict[str, TaskOrder] = {}
     reports: list[SourceReport] = []
@@ -164,7 +176,7 @@ def open_order(
         own = None if state is None else state["sources"][source.name]
         # A seed of its own: sources of equal length would else be shuffled alike.
         own_seed = stable_hash("source", seed, source.name)
-        order, report = _order(source, own_seed, shuffle, source.config.limit, own, held_at_most, places)
+        order, report = _order(source, own_seed, shuffle, source.config.limit, own, held_at_most, places, curriculum)
         orders[source.name] = order
         reports += report
     weights = {source.name: source.config.weight for source in sources}
@@ -240,6 +252,7 @@ def _order(
     state: Mapping[str, Any] | None,
     held_at_most: int,
     places: dict[str, str],
+    curriculum: CurriculumConfig | None,
 ) -> tuple[TaskOrder, list[SourceReport]]:
     config, reader = source.config, source.reader
     most = None if config.stream is False else held_at_most
@@ -249,10 +262,20 @@ def _order(
         collected.take(reader.read(), _least(limit, None if most is None else most + 1))
         if most is None or len(collected.tasks) <= most:
             _check_apart(collected.places, places)
-            order = HeldOrder(
-                collected.tasks, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=collected.dropped
+            tasks, left = collected.tasks, collected.dropped
+            report = [SourceReport(source.name, len(tasks), left)]
+            if curriculum is None:
+                named = source.label
+                return HeldOrder(tasks, seed=seed, shuffle=shuffle, state=state, name=named, dropped=left), report
+            drawn = CurriculumOrder(
+                tasks, curriculum, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=left
             )
-            return order, [SourceReport(source.name, len(collected.tasks), collected.dropped)]
+            return drawn, report
+    if curriculum is not None:
+        raise TaskError(
+            f"{source.label} is streamed, and a curriculum draws among all of its tasks: set stream: false with a "
+            "limit, or remove curriculum"
+        )
     lazy = LazyOrder(reader, seed=seed, shuffle=shuffle, buffer=config.shuffle_buffer, limit=limit, state=state)
     return lazy, [SourceReport(source.name, None, Counter(lazy.dropped()))]
 

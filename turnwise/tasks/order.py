@@ -22,7 +22,7 @@ from turnwise.tasks.reader import Read, TaskReader, check_new
 
 # How many tasks are read ahead where none are shuffled: what is wrong with them is said before training starts.
 _AHEAD = 100
-_REMEDY = "resume with the same tasks, or start a new run"
+REMEDY = "resume with the same tasks, or start a new run"
 
 
 class TaskOrder(ABC):
@@ -56,6 +56,14 @@ class TaskOrder(ABC):
     def dropped(self) -> dict[str, int]:
         """Return how many rows were left out so far, by reason."""
 
+    def learn(self, task_id: str, rewards: Sequence[float]) -> None:
+        """Hear what the members of a group of a task earned. An order that depends on it is ``curriculum.py``'s."""
+        del task_id, rewards
+
+    def rates(self) -> list[float]:
+        """Return the running success rates of tasks, where the order depends on them."""
+        return []
+
 
 class HeldOrder(TaskOrder):
     """Goes through tasks in memory again and again; each epoch is shuffled as a whole, by a seed.
@@ -87,13 +95,13 @@ class HeldOrder(TaskOrder):
             raise TaskError(f"{name} holds no task{left_out(dropped or {})}")
         if "buffer" in state:
             raise TaskError(
-                f"the checkpoint was made while {name} was streamed, and now it is held in memory: {_REMEDY}"
+                f"the checkpoint was made while {name} was streamed, and now it is held in memory: {REMEDY}"
             )
         self.epoch = int(state.get("epoch", 0))
         self.position = int(state.get("position", 0))
         if self.position > len(tasks):
             raise TaskError(
-                f"the checkpoint stands at task {self.position} of its epoch, but {name} holds {len(tasks)}: {_REMEDY}"
+                f"the checkpoint stands at task {self.position} of its epoch, but {name} holds {len(tasks)}: {REMEDY}"
             )
         self._digest = _digest(tasks)
         _check_digest(state, self._digest, name)
@@ -246,7 +254,7 @@ class LazyOrder(TaskOrder):
         name = self._reader.name
         if "buffer" not in state:
             raise TaskError(
-                f"the checkpoint was made while {name} was held in memory, and now it is streamed: {_REMEDY}"
+                f"the checkpoint was made while {name} was held in memory, and now it is streamed: {REMEDY}"
             )
         self.epoch, self.position, self._read = int(state["epoch"]), int(state["position"]), int(state["read"])
         self._dropped.update(state["dropped"])
@@ -263,7 +271,7 @@ class LazyOrder(TaskOrder):
                 missing.remove(read.number)
         if missing:
             raise TaskError(
-                f"the checkpoint held row {min(missing)} of {name}, which has no such task any more: {_REMEDY}"
+                f"the checkpoint held row {min(missing)} of {name}, which has no such task any more: {REMEDY}"
             )
         self._buffer, self._ids = [], {}
         for number in wanted:
@@ -278,7 +286,7 @@ def _digest(tasks: Iterable[Task]) -> int:
 def _check_digest(state: Mapping[str, Any], digest: int, name: str) -> None:
     # A checkpoint of an earlier version says nothing of ids.
     if state.get("ids", digest) != digest:
-        raise TaskError(f"the checkpoint was made when {name} held tasks of other ids, or in another order: {_REMEDY}")
+        raise TaskError(f"the checkpoint was made when {name} held tasks of other ids, or in another order: {REMEDY}")
 
 
 def left_out(dropped: Mapping[str, int]) -> str:

@@ -13,17 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.errors import RegistryError
-from turnwise.evaluation.config import EvalPlan
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.members import MemberRule
 from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.rollout.tail import Tail
 from turnwise.tasks import TasksConfig
+from turnwise.tasks.curriculum import CurriculumConfig
 from turnwise.trainer.algorithm import AlgorithmConfig
 from turnwise.trainer.batch_config import BatchConfig, check_leftover
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
 from turnwise.trainer.checkpoint_config import CheckpointConfig
+from turnwise.trainer.eval_config import TrainEvalConfig
 from turnwise.trainer.hooks import HookNames
 from turnwise.trainer.loggers.core import LoggersConfig
 from turnwise.trainer.lora import LoRAConfig
@@ -196,22 +197,6 @@ class PolicyConfig(_Section):
         return self
 
 
-class TrainEvalConfig(EvalPlan):
-    """Evaluation on held-out tasks before the first step, after the last, and in between.
-
-    Attributes:
-        every: Steps between evaluations; None evaluates before and after only.
-    """
-
-    every: PositiveInt | None = 10
-
-    @model_validator(mode="after")
-    def _held_out(self) -> Self:
-        if self.tasks is None:
-            raise ValueError("tasks of its own: those that an environment names may be the ones that are trained")
-        return self
-
-
 class TrainConfig(_Section):
     """``turnwise train``.
 
@@ -227,6 +212,7 @@ class TrainConfig(_Section):
         max_prompt_tokens: Leave tasks out whose prompt has more tokens; their number is printed and logged. Counted are
             the task's own prompt and the environment's tools, not what the environment adds when it resets.
         shuffle: Whether tasks are shuffled, anew in each epoch; else they keep their order.
+        curriculum: Which difficulty of tasks is preferred (``tasks/curriculum.py``); None takes all equally often.
         policies: The trained policies by name. One for now, ``main``.
         rollout: How episodes are rolled out.
         replay: Which finished groups a step learns from.
@@ -254,6 +240,7 @@ class TrainConfig(_Section):
     task_limit: PositiveInt | None = None
     max_prompt_tokens: PositiveInt | None = None
     shuffle: bool = True
+    curriculum: CurriculumConfig | None = None
     policies: dict[str, PolicyConfig]
     rollout: RolloutConfig
     replay: ReplayConfig = ReplayConfig()

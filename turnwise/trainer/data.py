@@ -5,12 +5,14 @@ Owns: :class:`TaskStream` and :func:`open_tasks`. Refuses: reading tasks, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from turnwise.inference.core import Renderer
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
 from turnwise.tasks import SourceReport, Task, TaskOrder, open_order
+from turnwise.tasks.curriculum import CurriculumConfig
 from turnwise.trainer.checkpoint import TrainerState
 from turnwise.trainer.config import TrainConfig
 
@@ -23,10 +25,12 @@ class TaskStream:
 
     Args:
         order: The tasks, one after the other.
+        curriculum: What the order depends on, where it has a curriculum.
     """
 
-    def __init__(self, order: TaskOrder) -> None:
+    def __init__(self, order: TaskOrder, curriculum: CurriculumConfig | None = None) -> None:
         self._order = order
+        self._curriculum = curriculum
 
     @property
     def epoch(self) -> int:
@@ -56,9 +60,14 @@ class TaskStream:
         return self._order.state()
 
     def metrics(self) -> dict[str, float]:
-        """Return how many rows were left out so far, where some were."""
+        """Return how many rows were left out so far, where some were, and where a curriculum stands."""
         left_out = sum(self._order.dropped().values())
-        return {"tasks/left_out": float(left_out)} if left_out else {}
+        figures = {} if self._curriculum is None else self._curriculum.figures(self._order.rates())
+        return {"tasks/left_out": float(left_out), **figures} if left_out else figures
+
+    def learn(self, task_id: str, rewards: Sequence[float]) -> None:
+        """Hear what the members of a group earned: what follows may depend on it."""
+        self._order.learn(task_id, rewards)
 
 
 async def open_tasks(
@@ -85,6 +94,7 @@ async def open_tasks(
         limit=config.task_limit,
         keep=await PromptLimit.create(config.max_prompt_tokens, renderer, config.rollout),
         state=(state.tasks or {"epoch": state.epoch, "position": state.position}) if state.step else None,
+        curriculum=config.curriculum,
     )
     await check_specs(order.ahead(), config.rollout)
-    return TaskStream(order), reports
+    return TaskStream(order, config.curriculum), reports

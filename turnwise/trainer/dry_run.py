@@ -206,6 +206,7 @@ class _Checker:
             shuffle=config.shuffle,
             limit=config.task_limit,
             keep=await self._limit(config.max_prompt_tokens),
+            curriculum=config.curriculum,
         )
         await check_specs(order.ahead(), config.rollout)
         self._first = list(itertools.islice(order.ahead(), _EPISODES)) or [order.next()[0]]

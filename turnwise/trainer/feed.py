@@ -166,6 +166,8 @@ class Feed:
         from a checkpoint asks again for what was outstanding.
         """
         self._refilled = 0
+        for group in groups:
+            self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
         if ref.keys:
             for key in ref.keys:
                 self.outstanding.pop(key, None)
@@ -196,6 +198,7 @@ class Feed:
         self._again = deque(_request(record) for record in state)
 
     def _dropped(self, facts: GroupFacts, why: str) -> None:
+        self._tasks.learn(facts.task_id, facts.rewards)
         # What settles the rest of a step has counted those that it discards.
         if why != SURPLUS:
             self._wasted["rollout/wasted_tokens"] += facts.sampled_tokens
