@@ -24,9 +24,15 @@ PLACES = 11
 
 def config(model: Path, runs: Path, at: int) -> TrainConfig:
     env = {"name": "support.lookup_envs:Crashing", "config": {"at": at, "done": str(runs / "done")}}
-    # One episode at a time, and a bounded number of checkpoints: they are removed too.
+    # One episode at a time, none finding in the cache what another left, and a bounded number of checkpoints: they are
+    # removed too.
     return train_config(
-        model, runs, steps=STEPS, rollout={"env": env, "concurrency": 1}, checkpoint={"every": 1, "keep": 1}
+        model,
+        runs,
+        steps=STEPS,
+        rollout={"env": env, "concurrency": 1},
+        inference={"prefix_cache": False},
+        checkpoint={"every": 1, "keep": 1},
     )
 
 

@@ -47,6 +47,8 @@ FIVE_STEPS: dict[str, Any] = {
     "steps": 5,
     "checkpoint": {"every": 2, "keep": None},
     "rollout": {"concurrency": 1},
+    # Nor may an episode find in the cache what others left that the next process does not roll out again.
+    "inference": {"prefix_cache": False},
     # Held to the model that the run began with, by a coefficient that every update changes; judged by a critic, which
     # learns alone in the first step.
     "algorithm": {"advantage": "gae", "kl": {"coef": 0.05, "target": 1e-4, "horizon": 20}},
@@ -166,15 +168,20 @@ async def test_a_killed_run_goes_on_bit_for_bit(
         for name in ("epoch", "position", "weight_version", "rng", "kl_coef"):
             assert state_file(mine)[name] == state_file(theirs)[name]
 
-    # What the killed process recorded stays; ids do not collide; the lost step does not count.
+    # What the killed process recorded stays, and none of it is sampled again; ids do not collide; the lost step does
+    # not count, but what it learned from is learned again.
     all_of_them = list(read_trajectories(run_dir / "trajectories.jsonl"))
     assert [t.to_bytes() for t in all_of_them[: len(left)]] == [t.to_bytes() for t in left]
-    assert len({t.id for t in all_of_them}) == len(all_of_them) == len(left) + 3 * PER_STEP
+    assert len({t.id for t in all_of_them}) == len(all_of_them) == 5 * PER_STEP
     batches = read_batches(run_dir / "batches.jsonl")
     assert (batches.steps, batches.rolled_back, batches.starts) == (5, 1, ((0, 0), (1, 2)))
-    trained = {row.trajectory for row in batches.rows if row.step > 2}
-    assert trained
-    assert trained.isdisjoint(t.id for t in left)
+    by_step = [{row.trajectory for row in batches.rows if row.step == step} for step in range(1, 6)]
+    assert all(by_step)
+    assert by_step[2] <= {t.id for t in left}
+    assert sum(map(len, by_step)) == len(set.union(*by_step))
+    # Of a group of step 4 the killed process had finished two members; the others joined them.
+    parts = [{t.id[0] for t in all_of_them if t.group_id == each.group_id} for each in left[-2:]]
+    assert parts == [{"0", "1"}] * 2
     report = audit_run(run_dir, at_most=8, console=silent())
     assert report.contradictions == []
     assert report.counts["train steps undone by a kill"] == 1

@@ -59,8 +59,8 @@ def walk(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Path) -> None:
     files = {str(file.relative_to(walk)) for file in walk.iterdir()}
     assert files == {
-        "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.jsonl", "ledger.jsonl",
-        "batches.jsonl", "checkpoints", "logs", "diagnostics.jsonl",
+        "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.jsonl", "journal.jsonl",
+        "ledger.jsonl", "batches.jsonl", "checkpoints", "logs", "diagnostics.jsonl", "timeline.jsonl",
     }  # fmt: skip
     [summary] = [yaml.safe_load((walk / "summary.json").read_text())]
     assert set(summary) == {"steps", "before", "after", "wall_s", "cpu_s", "ended_by", "spent"}

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from turnwise.errors import InferenceError
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.inference.frozen import FrozenPolicy
+from turnwise.rollout.journal import Journal
 from turnwise.rollout.strategies import GroupFacts
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -74,6 +75,7 @@ class RolloutParts:
         run_part: Part of all ids: a resumed run may roll out the same task again.
         write: Called with every trajectory, failed and cancelled ones included.
         rolling: Gives what is entered around the rollout of a group, by its id: for whoever notes what ran when.
+        journal: Where finished members of groups to train are noted, and found again by a later process.
         recover: Awaited after an inference failure, before the episode is tried again. Raises when there is
             nothing left to wait for, which ends the run.
         custom: The free section of the configuration, untouched.
@@ -87,6 +89,7 @@ class RolloutParts:
     run_part: str = "0"
     write: Callable[[Trajectory], None] | None = None
     rolling: Callable[[str], AbstractContextManager[None]] | None = None
+    journal: Journal | None = None
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
     frozen: Mapping[str, FrozenPolicy] = field(default_factory=dict)

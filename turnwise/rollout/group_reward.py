@@ -5,7 +5,8 @@ any such function (``envs/rewards/groups.py`` ships some). A function that fails
 never a reward of zero.
 
 Trajectories are written when their group is complete, so that what stands on disk holds its rewards. What a
-cancellation or a failure leaves of a group is written as it is, with an error.
+cancellation or a failure leaves of a group is written as it is, with an error; at the end of a run, what its journal
+keeps for the next process is left to that.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class GroupRewarder:
         self._lender = Env()
         self._lender.executor = executor
         self._held: defaultdict[str, list[Trajectory]] = defaultdict(list)
+        self._kept: defaultdict[str, list[Trajectory]] = defaultdict(list)
 
     def take(self, trajectory: Trajectory) -> None:
         """Take what an episode left, to be written with its group; one that failed is written at once."""
@@ -75,11 +77,28 @@ class GroupRewarder:
         else:
             self._held[trajectory.episode_id.rpartition("/")[0]].append(trajectory)
 
-    async def reward(self, task: Task, group: TrajectoryGroup) -> TrajectoryGroup:
+    def keep(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Learn that a journal has these trajectories as they are, whether they were taken or an earlier process left
+        them.
+
+        Args:
+            name: What the episode ids of their group begin with in this process.
+            trajectories: What a member left.
+        """
+        ids = {each.id for each in trajectories}
+        self._held[name] = [each for each in self._held[name] if each.id not in ids]
+        self._kept[name] += trajectories
+
+    async def reward(self, task: Task, group: TrajectoryGroup, name: str) -> TrajectoryGroup:
         """Note what the function says of the members' main trajectories, and write the group.
 
         Where an episode has no main session, the function is called for each role's trajectories that are compared
         with each other.
+
+        Args:
+            task: The group's.
+            group: The group.
+            name: What the episode ids of its group begin with in this process.
 
         Returns:
             The group; without trajectories, all of them failed, where the function failed.
@@ -90,25 +109,27 @@ class GroupRewarder:
             try:
                 values = await self._values(task, members)
             except EnvError as error:
-                self.abandon(group.id, f"{type(error).__name__}: {error}", StopReason.ERROR)
+                self.abandon(name, f"{type(error).__name__}: {error}", StopReason.ERROR)
                 episodes = {each.episode_id for each in group.trajectories}
                 return replace(group, trajectories=[], failed=group.failed + len(episodes))
             for member, named in zip(members, values, strict=True):
                 self._note(member, named)
                 member.metrics["group/seconds"] = time.monotonic() - began
-        for trajectory in self._held.pop(group.id, ()):
+        for trajectory in (*self._kept.pop(name, ()), *self._held.pop(name, ())):
             self._put(trajectory)
         return group
 
-    def abandon(self, group_id: str, error: str, reason: StopReason) -> None:
+    def abandon(self, name: str, error: str, reason: StopReason, *, but_kept: bool = False) -> None:
         """Write what is held of a group that gets no reward.
 
         Args:
-            group_id: The group.
+            name: What the episode ids of the group begin with in this process.
             error: Why.
             reason: How its trajectories ended.
+            but_kept: Whether those are left alone that a journal has: a later process goes on with them.
         """
-        for trajectory in self._held.pop(group_id, ()):
+        kept = self._kept.pop(name, [])
+        for trajectory in (*([] if but_kept else kept), *self._held.pop(name, ())):
             trajectory.error, trajectory.stop_reason = clean(error), reason
             self._put(trajectory)
 

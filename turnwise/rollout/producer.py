@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -19,6 +19,7 @@ from turnwise.inference.core import LLMClient, Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.group_reward import GroupRewarder
+from turnwise.rollout.journal import Journal
 from turnwise.rollout.members import FailureWatch
 from turnwise.rollout.remote.service import RemoteRunners
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
@@ -29,6 +30,25 @@ from turnwise.types import StopReason
 
 # How long a train step waits for the environments of what it cancelled: long enough for all that close at once.
 _CLOSING_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A group that is rolled out.
+
+    Attributes:
+        request: What was asked for.
+        group_id: The group; an earlier process may have begun it.
+        name: What the ids of its episodes begin with in this process.
+        done: What members left that an earlier process finished.
+        journal: Where members that finish are noted; None where nobody would look for them.
+    """
+
+    request: RolloutRequest
+    group_id: str
+    name: str
+    done: dict[int, list[Trajectory]]
+    journal: Journal | None
 
 
 class RolloutProducer(RolloutManager):
@@ -55,6 +75,7 @@ class RolloutProducer(RolloutManager):
         self._running: dict[str, asyncio.Task[None]] = {}
         self._given: set[str] = set()
         self._failures = FailureWatch(config.max_failed_groups)
+        self._closing = False
 
     @classmethod
     async def create(
@@ -117,8 +138,8 @@ class RolloutProducer(RolloutManager):
         """
         if self._buffer is None:
             raise TurnwiseError("this producer was made without a buffer: use gather()")
-        for request, group_id in zip(requests, self._claim(requests), strict=True):
-            task = asyncio.create_task(self._produce(request, group_id, self._buffer))
+        for request, name in zip(requests, self._claim(requests), strict=True):
+            task = asyncio.create_task(self._produce(request, name, self._buffer))
             self._running[request.key] = task
             task.add_done_callback(partial(self._ended, request.key))
 
@@ -134,8 +155,8 @@ class RolloutProducer(RolloutManager):
                 epoch and the tag, so its episodes would be the same ones again.
         """
 
-        async def one(request: RolloutRequest, group_id: str) -> TrajectoryGroup:
-            group = await self._group(request, group_id)
+        async def one(request: RolloutRequest, name: str) -> TrajectoryGroup:
+            group = await self._group(request, name)
             if on_group is not None:
                 on_group(group)
             return group
@@ -143,7 +164,7 @@ class RolloutProducer(RolloutManager):
         claimed = zip(requests, self._claim(requests), strict=True)
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [tasks.create_task(one(request, group_id)) for request, group_id in claimed]
+                groups = [tasks.create_task(one(request, name)) for request, name in claimed]
         except ExceptionGroup as errors:
             raise _first(errors) from errors
         return [group.result() for group in groups]
@@ -162,6 +183,7 @@ class RolloutProducer(RolloutManager):
 
     async def close(self) -> None:
         """Cancel what runs, wait until its environments are closed, and release the threads."""
+        self._closing = True
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -177,48 +199,57 @@ class RolloutProducer(RolloutManager):
         self._running.pop(key, None)
 
     def _claim(self, requests: Sequence[RolloutRequest]) -> list[str]:
-        """Return the group ids of requests; either all are new and taken now, or none is."""
+        """Return what the episode ids of requests begin with; either all are new and taken now, or none is."""
         claimed: dict[str, RolloutRequest] = {}
         for request in requests:
-            group_id = self._group_id(request)
-            if group_id in self._given or group_id in claimed:
+            name = f"{self._parts.run_part}-{request.key}"
+            if name in self._given or name in claimed:
                 raise TurnwiseError(
                     f"task {request.task.id!r} was requested before in this run (partition {request.partition!r}, "
                     f"epoch {request.epoch}, tag {request.tag!r}): its episodes would have the same ids and seeds. "
                     "Give the task another id, or the request another epoch or tag"
                 )
-            claimed[group_id] = request
+            claimed[name] = request
         self._given |= claimed.keys()
         return list(claimed)
 
-    def _group_id(self, request: RolloutRequest) -> str:
-        return f"{self._parts.run_part}-{request.key}"
-
-    async def _produce(self, request: RolloutRequest, group_id: str, buffer: ReplayBuffer) -> None:
+    async def _produce(self, request: RolloutRequest, name: str, buffer: ReplayBuffer) -> None:
         try:
             rolling = self._parts.rolling
-            with contextlib.nullcontext() if rolling is None else rolling(group_id):
-                group = await self._group(request, group_id)
+            with contextlib.nullcontext() if rolling is None else rolling(name):
+                group = await self._group(request, name)
             await buffer.put(group)
             if (error := self._failures.arrived(group)) is not None:
                 raise error
         except Exception as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
             buffer.fail(_first(error))
 
-    async def _group(self, request: RolloutRequest, group_id: str) -> TrajectoryGroup:
+    async def _group(self, request: RolloutRequest, name: str) -> TrajectoryGroup:
+        asked = self._begin(request, name)
         rewarder = self._rewarder
         if rewarder is None:
-            return await self._members(request, group_id)
+            return await self._members(asked)
         try:
+            for done in asked.done.values():
+                rewarder.keep(name, done)
             # The members' slots are free: other groups go on while this one is compared.
-            return await rewarder.reward(request.task, await self._members(request, group_id))
+            return await rewarder.reward(request.task, await self._members(asked), name)
         finally:
-            rewarder.abandon(group_id, "the group was cancelled before its group reward", StopReason.CANCELLED)
+            why = "the group was cancelled before its group reward"
+            rewarder.abandon(name, why, StopReason.CANCELLED, but_kept=self._closing)
 
-    async def _members(self, request: RolloutRequest, group_id: str) -> TrajectoryGroup:
+    def _begin(self, request: RolloutRequest, name: str) -> _Asked:
+        journal = self._parts.journal if request.partition == "train" else None
+        found = None if journal is None else journal.found(request.key)
+        if found is None:
+            return _Asked(request, name, name, {}, journal)
+        return _Asked(request, found.group_id, name, found.members, journal)
+
+    async def _members(self, asked: _Asked) -> TrajectoryGroup:
+        request = asked.request
         async with asyncio.TaskGroup() as members:
             running = [
-                members.create_task(self._member(request, group_id, member))
+                members.create_task(self._member(asked, member))
                 for member in range(request.group_size + request.greedy_baseline)
             ]
         finished = [task.result() for task in running]
@@ -226,25 +257,29 @@ class RolloutProducer(RolloutManager):
         trajectories = [trajectory for member in finished if member is not None for trajectory in member]
         failed = sum(member is None for member in finished)
         return TrajectoryGroup(
-            group_id, request.task.id, trajectories, request.partition, failed, request.task.source, greedy or []
+            asked.group_id, request.task.id, trajectories, request.partition, failed, request.task.source, greedy or []
         )
 
-    async def _member(self, request: RolloutRequest, group_id: str, member: int) -> list[Trajectory] | None:
+    async def _member(self, asked: _Asked, member: int) -> list[Trajectory] | None:
         """Run one member, again after infrastructure failures. None: its last attempt failed too.
 
         The one behind the last member is the greedy baseline.
         """
+        if member in asked.done:
+            return asked.done[member]
+        request = asked.request
         baseline = member == request.group_size
         seed = 0 if request.partition == "val" else self._parts.run_seed
         spec = EpisodeSpec(
             task=request.task,
-            group_id=group_id,
+            group_id=asked.group_id,
             member=member,
             partition=request.partition,
             env_seed=stable_hash("reset", seed, request.task.id, request.epoch),
             sampling_seed=stable_hash("sampling", seed, request.task.id, request.epoch, request.tag, member),
             temperature=0.0 if baseline else request.temperature,
             baseline=baseline,
+            episodes=asked.name,
         )
         # A lost runner says nothing against the episode: it is counted apart from what fails.
         left, lost = self._config.retries, 0 if self._config.remote is None else self._config.remote.reissues
@@ -254,6 +289,7 @@ class RolloutProducer(RolloutManager):
             error = outcome.error
             self._count_lost(error)
             if error is None:
+                self._note(asked, member, outcome.trajectories)
                 return outcome.trajectories
             if isinstance(error, InferenceError) and self._parts.recover is not None:
                 await self._parts.recover(error)
@@ -267,6 +303,14 @@ class RolloutProducer(RolloutManager):
             left -= 1
         self._failures.failed(f"{type(error).__name__}: {error}")
         return None
+
+    def _note(self, asked: _Asked, member: int, trajectories: list[Trajectory]) -> None:
+        """Write down that a member has finished: from here on a kill does not lose it."""
+        if asked.journal is not None:
+            pending = self._rewarder is not None
+            asked.journal.member(asked.request.key, asked.group_id, member, trajectories, pending=pending)
+            if self._rewarder is not None:
+                self._rewarder.keep(asked.name, trajectories)
 
     async def _attempt(self, spec: EpisodeSpec) -> EpisodeOutcome:
         if self._remote is None:

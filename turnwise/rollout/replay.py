@@ -1,7 +1,7 @@
 """The replay buffer of one process.
 
 Owns: :class:`LocalReplayBuffer`. Nothing polls: whoever waits is woken by the event it waits for. Refuses:
-choosing groups (``strategies.py``).
+choosing groups (``strategies/``), keeping them (``group_store.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from functools import partial
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError, TurnwiseError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
+from turnwise.rollout.group_store import GroupStore
+from turnwise.rollout.journal import Journal
 from turnwise.rollout.members import MemberRule
 from turnwise.rollout.strategies import Arrival, Choice, Flight, GroupFacts, Strategy
 from turnwise.rollout.tail import Cut, Tail
@@ -30,23 +32,35 @@ FIELDS = ("tokens", "rewards", "metrics", "messages")
 
 
 class LocalReplayBuffer(ReplayBuffer):
-    """Keeps finished groups in memory, per partition, in the order in which they arrive.
+    """Keeps finished groups, per partition, in the order in which they arrive.
 
     Args:
         strategy: Chooses the groups of a batch; by default those that arrived first.
+        journal: Where groups to train are noted before they count, and what was handed out; None keeps all of them in
+            memory only.
         members: Which groups to train are dropped because members failed; by default those without any.
         tail: How long a batch to train waits for its last groups; by default until they are there.
+        memory_mb: How much memory what the journal has may take, in units of 2**20 bytes on disk.
     """
 
     def __init__(
-        self, strategy: Strategy | None = None, *, members: MemberRule | None = None, tail: Tail | None = None
+        self,
+        strategy: Strategy | None = None,
+        journal: Journal | None = None,
+        *,
+        members: MemberRule | None = None,
+        tail: Tail | None = None,
+        memory_mb: int = 1024,
     ) -> None:
         self._members = members or MemberRule()
         self._tail = tail
         self._strategy = strategy or Arrival()
-        self._ready: dict[str, dict[str, tuple[GroupFacts, TrajectoryGroup]]] = {name: {} for name in PARTITIONS}
+        self._store = GroupStore(journal, memory_mb)
+        self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
         self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
-        self._batches: dict[int, list[tuple[GroupFacts, TrajectoryGroup]]] = {}
+        self._batches: dict[int, list[GroupFacts]] = {}
+        # The last step that asked for groups to train: what is dropped is dropped by it.
+        self._step = 0
         # How many groups were handed out, by partition and step; of the newest step only.
         self._taken: dict[tuple[str, int], int] = {}
         self._next_batch = 0
@@ -59,8 +73,13 @@ class LocalReplayBuffer(ReplayBuffer):
         self._changed = asyncio.Event()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Learn that a group was asked for."""
-        self._partition(request.partition)
+        """Learn that a group was asked for. Where an earlier process finished it and none trained it, it is here."""
+        ready = self._partition(request.partition)
+        if request.partition == "train" and (facts := self._store.restore(request.key, self._arrived)) is not None:
+            self._arrived += 1
+            ready[facts.id] = facts
+            self._notify()
+            return True
         flight = Flight(request.key, request.task.id, request.partition, version)
         self._flying[request.partition].append(flight)
         return False
@@ -76,29 +95,32 @@ class LocalReplayBuffer(ReplayBuffer):
     def discard(self, keys: Collection[str], why: str) -> None:
         """Forget groups that were asked for, in flight or here."""
         for ready, flying in zip(self._ready.values(), self._flying.values(), strict=True):
-            flying[:] = [each for each in flying if each.key not in keys]
-            for facts in [facts for facts, _ in ready.values() if facts.key in keys]:
+            for flight in [each for each in flying if each.key in keys]:
+                flying.remove(flight)
+                self._store.drop_key(self._step, flight.key, why)
+            for facts in [facts for facts in ready.values() if facts.key in keys]:
                 self._drop(facts.partition, facts.id, why)
         self._notify()
 
     async def put(self, group: TrajectoryGroup) -> None:
-        """Take a finished group.
+        """Take a finished group. With a journal it stands there before anybody is woken.
 
         Raises:
-            TrainError: Its partition is unknown.
+            FormatError: A trajectory cannot be written as JSON.
+            TrainError: Its partition is unknown, or the disk refuses.
         """
         ready, flying = self._partition(group.partition), self._flying[group.partition]
         # A manager from elsewhere names groups as it likes: what was asked for is told by the task.
         flight = next((each for each in flying if each.task_id == group.task_id), None)
         if flight is not None:
             flying.remove(flight)
-        key = group.id if flight is None else flight.key
         # It may give two of them one name, too.
         name = group.id if group.id not in ready else f"{group.id}#{self._arrived}"
-        facts = replace(facts_of(group, key, self._arrived), id=name)
+        facts = replace(facts_of(group, name if flight is None else flight.key, self._arrived), id=name)
         if facts.oldest_version is None and flight is not None:
             facts = replace(facts, oldest_version=flight.version)
-        ready[name] = facts, group
+        self._store.put(group, facts)
+        ready[name] = facts
         self._arrived += 1
         if group.partition == "train" and (why := self._members.refuses(group)) is not None:
             self._drop(group.partition, name, why)
@@ -118,6 +140,8 @@ class LocalReplayBuffer(ReplayBuffer):
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
         started = time.monotonic()
+        if partition_id == "train":
+            self._step = global_steps
         strategy, tail = (self._strategy, self._tail) if partition_id == "train" else (_EVALUATED, None)
         cut = Cut()
         while True:
@@ -150,7 +174,7 @@ class LocalReplayBuffer(ReplayBuffer):
 
     def ready(self, partition_id: str) -> list[GroupFacts]:
         """Return what is known of the finished groups of a partition, in the order of their arrival."""
-        return [facts for facts, _ in self._partition(partition_id).values()]
+        return list(self._partition(partition_id).values())
 
     def flying(self, partition_id: str) -> list[Flight]:
         """Return the groups of a partition that were asked for and are not finished."""
@@ -180,15 +204,15 @@ class LocalReplayBuffer(ReplayBuffer):
                 f"step {step} takes {', '.join(group_ids)}: not finished groups of one partition, each once"
             )
         held = self._ready[partition]
-        batch = [held.pop(group_id) for group_id in group_ids]
-        facts, groups = [each for each, _ in batch], [group for _, group in batch]
-        ref = BatchRef(self._next_batch, tuple(each.id for each in groups), tuple(each.key for each in facts))
+        self._store.take(step, group_ids)
+        facts = [held.pop(group_id) for group_id in group_ids]
+        ref = BatchRef(self._next_batch, tuple(group_ids), tuple(each.key for each in facts))
         self._next_batch += 1
-        self._batches[ref.id] = batch
+        self._batches[ref.id] = facts
         # Of steps that are over nobody asks any more.
         before = self._taken.get((partition, step), 0)
         self._taken = {place: count for place, count in self._taken.items() if place[0] != partition}
-        self._taken[partition, step] = before + len(batch)
+        self._taken[partition, step] = before + len(facts)
         dropped, self._dropped = self._dropped, Counter()
         ages = [each.staleness(step) for each in facts]
         return ref, {
@@ -211,14 +235,19 @@ class LocalReplayBuffer(ReplayBuffer):
 
         Raises:
             TrainError: The batch is unknown or released, or a field is unknown.
+            FormatError: A group is not on disk any more as it was written.
         """
         if ref.id not in self._batches:
             raise TrainError(f"batch {ref.id} is not in the buffer: it was released or never handed out")
-        groups = [group for _, group in self._batches[ref.id]]
-        if fields is None:
-            return list(groups)
-        if unknown := [name for name in fields if name not in FIELDS]:
+        if unknown := [name for name in fields or () if name not in FIELDS]:
             raise TrainError(f"fields holds {unknown[0]!r}; allowed: {', '.join(FIELDS)}")
+        groups = []
+        for facts in self._batches[ref.id]:
+            groups.append(self._store.get(facts.id))
+            # Reading takes its time: what rolls out goes on meanwhile.
+            await asyncio.sleep(0)
+        if fields is None:
+            return groups
         wanted = frozenset(fields)
         return [
             replace(
@@ -233,16 +262,19 @@ class LocalReplayBuffer(ReplayBuffer):
         """Forget a batch: it was trained. Groups that may be trained again stay, as many as the strategy keeps; those
         that were trained longest ago go first. Releasing twice is no error.
         """
-        batch = self._batches.pop(ref.id, [])
-        if self._strategy.keep_groups == 0:
-            return
         kept = self._ready["train"]
-        for facts, group in batch:
-            if facts.partition == "train" and facts.uses + 1 < self._strategy.max_uses:
-                kept[facts.id] = replace(facts, uses=facts.uses + 1), group
+        again = self._strategy.max_uses if self._strategy.keep_groups else 0
+        for facts in self._batches.pop(ref.id, ()):
+            if facts.partition == "train" and facts.uses + 1 < again:
+                kept[facts.id] = replace(facts, uses=facts.uses + 1)
+            else:
+                self._store.forget(facts.id)
+        if not again:
+            return
         stored = [facts.id for facts in self.ready("train") if facts.uses]
         for group_id in stored[: max(0, len(stored) - self._strategy.keep_groups)]:
             del kept[group_id]
+            self._store.forget(group_id)
         self._notify()
 
     def fail(self, error: BaseException) -> None:
@@ -252,10 +284,12 @@ class LocalReplayBuffer(ReplayBuffer):
         self._notify()
 
     def _drop(self, partition: str, group_id: str, why: str) -> None:
-        facts, _ = self._ready[partition].pop(group_id)
+        facts = self._ready[partition].pop(group_id)
         if facts.uses:
             # It was trained, and nobody waits for it.
+            self._store.forget(group_id)
             return
+        self._store.drop(self._step, group_id, why)
         self._dropped[why] += 1
         if self._told is not None:
             self._told(facts, why)
@@ -274,7 +308,7 @@ class LocalReplayBuffer(ReplayBuffer):
             return error
         return TrainError(f"rollouts ended at step {step}: {type(error).__name__}: {error}")
 
-    def _partition(self, name: str) -> dict[str, tuple[GroupFacts, TrajectoryGroup]]:
+    def _partition(self, name: str) -> dict[str, GroupFacts]:
         if name not in self._ready:
             raise TrainError(f"partition is {name!r}; allowed: {', '.join(PARTITIONS)}")
         return self._ready[name]

@@ -64,6 +64,8 @@ class ReplayConfig(BaseModel):
         max_uses: ``mixed``: how many batches a group may be part of, its first included.
         keep_groups: ``mixed``: how many trained groups stay.
         filter_groups: Leave out groups whose members all earned the same, whatever the strategy; None leaves out none.
+        memory_mb: Memory for groups that wait, in units of 2**20 bytes: beyond it the oldest are read from disk again
+            when they are trained. The batch that is being trained comes on top.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -77,6 +79,7 @@ class ReplayConfig(BaseModel):
     max_uses: PositiveInt = 2
     keep_groups: PositiveInt = 256
     filter_groups: FilterGroupsConfig | None = None
+    memory_mb: PositiveInt = 1024
 
     @model_validator(mode="after")
     def _keys_are_read(self) -> Self:

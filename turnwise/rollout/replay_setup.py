@@ -13,6 +13,7 @@ from turnwise.errors import ConfigError
 from turnwise.references import load_class_from_fqn
 from turnwise.rollout.admission import Admission
 from turnwise.rollout.core import ReplayBuffer
+from turnwise.rollout.journal import Journal
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.rollout.strategies import Arrival, Bounded, Mixed, OnPolicy, Prioritised, Strategy
@@ -104,13 +105,14 @@ def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
         raise ConfigError(f"{KEY} {name!r} cannot be made with its config {arguments}: {error}") from error
 
 
-def make_buffer(config: ReplayConfig, facts: RunFacts) -> ReplayBuffer:
-    """Make the buffer of a run.
+def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> ReplayBuffer:
+    """Make the buffer of a run, which notes in its journal what it holds and hands out.
 
     Raises:
         ConfigError: As :func:`make_strategy`.
     """
-    return LocalReplayBuffer(make_strategy(config, facts), members=facts.members, tail=facts.tail)
+    strategy = make_strategy(config, facts)
+    return LocalReplayBuffer(strategy, journal, members=facts.members, tail=facts.tail, memory_mb=config.memory_mb)
 
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> Admission:

@@ -53,6 +53,7 @@ class EpisodeSpec:
         sampling_seed: Seed of the sampling: different for each member.
         temperature: Instead of the configured one.
         baseline: Whether its reward is a baseline for the group's members, and it is none of them.
+        episodes: What episode ids begin with, where that is not the group's id (an earlier process began the group).
     """
 
     task: Task
@@ -64,11 +65,12 @@ class EpisodeSpec:
     sampling_seed: int = 0
     temperature: float | None = None
     baseline: bool = False
+    episodes: str = ""
 
     @property
     def episode_id(self) -> str:
-        """Unique in the run: group, member and attempt."""
-        return f"{self.group_id}/{self.member}.{self.attempt}"
+        """Unique in the run: process, group, member and attempt."""
+        return f"{self.episodes or self.group_id}/{self.member}.{self.attempt}"
 
 
 @dataclass(slots=True)
@@ -131,14 +133,13 @@ class EpisodeRunner:
         self._executor = executor
         self._write = write
         self._context_length = min(context_length, config.context_length or context_length)
-        endpoint = client.endpoint if isinstance(client, HostedClient) else None
         self.gateway = LocalGateway(
             renderer,
             context_length=self._context_length,
             host=config.gateway.host,
             port=config.gateway.port,
             form=AddressForm(config.address, config.gateway.public_urls),
-            endpoint=endpoint,
+            endpoint=client.endpoint if isinstance(client, HostedClient) else None,
             guides=guides,
         )
         self._agents = AgentTable(config)
@@ -268,7 +269,6 @@ class EpisodeRunner:
         self._hold(name, run.env)
         run.env.guest_mounts = agent.sandbox_mounts()
         observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
-        limits = EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length)
         return Episode(
             run.env,
             spec.task,
@@ -276,7 +276,7 @@ class EpisodeRunner:
             observation=observation,
             info=info,
             tools=schemas(run.env),
-            limits=limits,
+            limits=EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length),
             open_session=run.sessions.open,
             open_door=run.sessions.door,
             deadline=deadline,

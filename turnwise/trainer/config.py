@@ -215,7 +215,7 @@ class TrainConfig(_Section):
         curriculum: Which difficulty of tasks is preferred (``tasks/curriculum.py``); None takes all equally often.
         policies: The trained policies by name. One for now, ``main``.
         rollout: How episodes are rolled out.
-        replay: Which finished groups a step learns from.
+        replay: Which finished groups a step learns from, and how they wait.
         renderer: How messages become tokens.
         inference: The server that samples.
         algorithm: From rewards to a loss.

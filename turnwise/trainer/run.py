@@ -5,8 +5,8 @@ anything starts (``run_start.py``), the order of a step, which is the loop's (``
 (``train.py``).
 
 A run directory holds ``config.yaml``, ``run.json`` (how many processes worked on it and what they cost, the first
-evaluation), ``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.jsonl``, ``ledger.jsonl``, ``batches.jsonl``,
-``timeline.jsonl``, ``checkpoints/``, ``logs/`` and at the end ``summary.json``.
+evaluation), ``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.jsonl``, ``journal.jsonl``, ``ledger.jsonl``,
+``batches.jsonl``, ``timeline.jsonl``, ``checkpoints/``, ``logs/`` and at the end ``summary.json``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import gc
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from turnwise.inference.fleet import Fleet
 from turnwise.inference.renderer import save_format
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts
+from turnwise.rollout.journal import Journal
 from turnwise.rollout.managers import Rollouts, create_manager
 from turnwise.rollout.replay_setup import make_buffer
 from turnwise.tasks import Task
@@ -77,6 +79,7 @@ class TrainRun:
         feed: Has tasks rolled out, and knows what is on its way.
         writer: How weights reach the servers.
         batches: Records what was trained.
+        journal: Records what was rolled out, and which steps were given it.
         store: Checkpoints.
         metrics: The log.
         display: What a person sees.
@@ -109,6 +112,7 @@ class TrainRun:
     feed: Feed
     writer: WeightWriter
     batches: BatchWriter
+    journal: Journal
     store: CheckpointStore
     metrics: RunLog
     display: LiveDisplay
@@ -242,6 +246,8 @@ class TrainRun:
         self.state.rng = capture_rng()
         self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
         with self.timeline.span(CHECKPOINT, self.state.step):
+            # What the checkpoint counts as trained must not come back by a power cut.
+            self.journal.sync()
             self.store.save(self.state, self._write, self.found)
         self.saved_step = self.state.step
 
@@ -301,11 +307,10 @@ async def _assemble(
     files = open_files(config, directory, start, part, console, stack)
     writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
     servers = await launch_servers(config, directory, start.frozen, stack)
-    buffer = make_buffer(config.replay, config.replay_facts)
-    run: TrainRun
+    buffer = make_buffer(config.replay, config.replay_facts, files.journal)
 
     def write(trajectory: Trajectory) -> None:
-        files.trajectories.write(trajectory)
+        files.journal.write(trajectory)
         run.last_error = trajectory.error or run.last_error
         run.feed.wrote(trajectory)
 
@@ -314,11 +319,12 @@ async def _assemble(
         run_seed=config.seed,
         run_part=str(part),
         write=write,
+        journal=files.journal,
         rolling=lambda group_id: files.timeline.span(GROUP, group_id),
         recover=servers.recover,
         frozen=servers.frozen.policies,
         custom=config.custom,
-        notify=lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
+        notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
     )
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)
@@ -340,6 +346,7 @@ async def _assemble(
         feed=feed,
         writer=writer,
         batches=files.batches,
+        journal=files.journal,
         store=start.store,
         metrics=files.metrics,
         display=display,

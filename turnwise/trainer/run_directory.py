@@ -34,7 +34,8 @@ _FREE_SECTIONS = ("runs", "name", "steps", "budget", "eval", "checkpoint", "infe
 
 def config_digest(config: TrainConfig) -> str:
     """Return a digest of the parts of a configuration that a resumed run must share."""
-    kept = config.model_dump(mode="json", exclude=set(_FREE_SECTIONS))
+    free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
+    kept = config.model_dump(mode="json", exclude={**free, "replay": {"memory_mb"}})
     return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
@@ -186,7 +187,7 @@ class RunDirectory:
             raise CheckpointError(
                 f"{what} was trained with another configuration; resume it with the one in "
                 f"{self.path / 'config.yaml'}, choose another name, or start over with --fresh (only "
-                f"{', '.join(_FREE_SECTIONS)} may differ)"
+                f"{', '.join(_FREE_SECTIONS)} and replay.memory_mb may differ)"
             )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from turnwise.rollout.batches import BatchWriter
-from turnwise.rollout.writer import TrajectoryWriter
+from turnwise.rollout.journal import Journal
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.diagnostics.report import Diagnostics
 from turnwise.trainer.loggers.run_log import RunLog
@@ -25,14 +26,14 @@ class RunFiles:
     """What a run writes down, file by file.
 
     Attributes:
-        trajectories: What episodes left.
+        journal: What episodes left, and which of it was trained.
         batches: What was trained.
         metrics: The log.
         diagnostics: What is found besides metrics.
         timeline: What ran when.
     """
 
-    trajectories: TrajectoryWriter
+    journal: Journal
     batches: BatchWriter
     metrics: RunLog
     diagnostics: Diagnostics
@@ -49,17 +50,18 @@ def open_files(
         directory: The run directory.
         start: What the run begins or goes on with.
         part: Number of this process among those that work on the run.
-        console: Where a logger that fails is told of.
+        console: Where a logger that fails is told of, and what a killed process left that is not whole.
         stack: Closes them.
     """
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     cut, after = config.batch.max_tokens_per_row, start.state.step
     files = RunFiles(
-        TrajectoryWriter(directory / "trajectories.jsonl"),
+        Journal.open(directory, part=part, after_step=after, say=say),
         BatchWriter(directory / "batches.jsonl", part=part, after_step=after, max_tokens=cut),
         RunLog.open(config, directory, after, console),
         Diagnostics(directory, config, start.renderer),
         Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
     )
-    for each in (files.trajectories, files.batches, files.metrics, files.diagnostics, files.timeline):
+    for each in (files.journal, files.batches, files.metrics, files.diagnostics, files.timeline):
         stack.callback(each.close)
     return files

@@ -163,7 +163,7 @@ async def test_where_a_frozen_policy_plays_main_the_trained_one_is_rewarded():
         for n in range(2)
         for agent, policy in (("main", "rival"), ("critic", "main"))
     ]
-    group = await rewarder.reward(Task("t", "go"), TrajectoryGroup("g", "t", members))
+    group = await rewarder.reward(Task("t", "go"), TrajectoryGroup("g", "t", members), "g")
     assert [(one.agent, one.reward) for one in group.trajectories] == [("main", 0.0), ("critic", 1.0)] * 2
 
 

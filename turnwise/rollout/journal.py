@@ -1,0 +1,302 @@
+"""The journal of a run: what was rolled out, written down before it counts.
+
+Owns: :class:`Journal` (``journal.jsonl``, and through it ``trajectories.jsonl``) and :class:`Found`. A killed process
+loses no finished trajectory, and none is trained twice: the next process finds here what was finished and not trained.
+Refuses: choosing groups (``strategies.py``); what the lines mean stands in ``journal_state.py``.
+
+Payloads are written once, in ``trajectories.jsonl``; the journal says where. Only trajectories whose group reward is
+still to come lie in ``pending.jsonl`` until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from turnwise.append import AppendFile
+from turnwise.errors import FormatError, TrainError
+from turnwise.rollout.journal_lines import JOURNAL, SCHEMA_VERSION, read_journal, seal
+from turnwise.rollout.journal_recovery import drop_lost, named, unnamed
+from turnwise.rollout.journal_state import JournalState, Stored
+from turnwise.rollout.strategies import GroupFacts
+from turnwise.rollout.writer import TrajectoryWriter
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+TRAJECTORIES, PENDING = "trajectories.jsonl", "pending.jsonl"
+_FACTS = tuple(each.name for each in fields(GroupFacts) if each.name not in ("key", "arrived", "uses"))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What earlier processes finished of a group.
+
+    Attributes:
+        group_id: The group; its other members join it.
+        members: Trajectories of the finished members, by number.
+        whole: Whether nothing is missing.
+    """
+
+    group_id: str
+    members: dict[int, list[Trajectory]]
+    whole: bool
+
+
+class Journal:
+    """What a run's processes finished, and what of it was trained; made by :meth:`open`.
+
+    Each method that notes something returns when the line is in the file: a kill after that does not lose it.
+    """
+
+    def __init__(self, directory: Path, state: JournalState, file: AppendFile, payloads: TrajectoryWriter) -> None:
+        self._directory = directory
+        self._state = state
+        self._file = file
+        self._payloads = payloads
+        self._pending = TrajectoryWriter(directory / PENDING) if (directory / PENDING).exists() else None
+        # Trajectories that no line names yet.
+        self._written: dict[str, Stored] = {}
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls, directory: Path, *, part: int = 0, after_step: int = 0, say: Callable[[str], None] | None = None
+    ) -> Self:
+        """Open the journal of a run directory, for the only process that works in it.
+
+        Args:
+            directory: The run directory; it is made.
+            part: Number of this process among those that work on the run, from 0.
+            after_step: The step of the checkpoint that it goes on from. What was taken for later steps is there again:
+                their weights are lost.
+            say: Told what a kill or a power cut spoilt.
+
+        Raises:
+            FormatError: A file is spoilt where neither a kill nor a power cut can have done it.
+            TrainError: The disk refuses.
+        """
+        say = say or (lambda _: None)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / JOURNAL
+        read = read_journal(path)
+        state, offsets = JournalState(), dict[int, int]()
+        for number, event in read.events:
+            try:
+                state.apply(event)
+                offsets.update(named(event))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise FormatError(f"{path}:{number}: malformed journal line: {error!r}") from error
+        if read.spoilt:
+            say(
+                f"{path}: the last {read.spoilt} bytes were not written whole (a process was killed, or power cut): cut"
+            )
+        with _writing(path):
+            file, payloads = AppendFile(path, cut=True), TrajectoryWriter(directory / TRAJECTORIES)
+            file.truncate(read.end)
+            orphans = [] if state.payload is None else unnamed(payloads, state.payload, offsets, say)
+            journal = cls(directory, state, file, payloads)
+            drop_lost(state, journal._file_of, payloads.path, path, say)
+            journal._tell(orphans)
+            start = {"part": part, "after_step": after_step, "payload": payloads.size}
+            journal._note("start", schema_version=SCHEMA_VERSION, **start)
+        return journal
+
+    def write(self, trajectory: Trajectory) -> None:
+        """Write a trajectory, failed and cancelled ones included; it counts when a member or a group names it.
+
+        Raises:
+            FormatError: It cannot be written as JSON.
+            TrainError: The disk refuses.
+        """
+        with _writing(self._payloads.path):
+            place = self._payloads.write(trajectory)
+        if trajectory.partition == "train":
+            self._written[trajectory.id] = Stored(trajectory.id, place)
+
+    def member(
+        self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
+    ) -> None:
+        """Note that a member has finished without an error.
+
+        Args:
+            key: What was asked for.
+            group_id: The member's group.
+            member: Its number.
+            trajectories: What it left, written before.
+            pending: Whether their group reward is still to come: then they are kept aside, and written with it.
+
+        Raises:
+            FormatError: A trajectory cannot be written as JSON.
+            TrainError: The disk refuses.
+        """
+        stored = [self._store_aside(each) if pending else self._stored(each) for each in trajectories]
+        more = {"pending": True} if pending else {}
+        records = [each.record() for each in stored]
+        self._note("member", key=key, group=group_id, member=member, trajectories=records, **more)
+        for each in stored if not pending else ():
+            self._written.pop(each.id, None)
+
+    def group(self, group: TrajectoryGroup, facts: GroupFacts) -> int:
+        """Note that a group is whole. Of its trajectories those are written that nobody wrote.
+
+        Args:
+            group: The group.
+            facts: What a strategy may know of it; ``facts.key`` is what was asked for.
+
+        Returns:
+            How many bytes it has on disk.
+
+        Raises:
+            FormatError: A trajectory cannot be written as JSON.
+            TrainError: The disk refuses.
+        """
+        entry = self._state.entries.get(facts.key)
+        members = entry.members.values() if entry is not None and entry.group_id == group.id else ()
+        known = {each.id: each for stored in members for each in stored if not each.pending}
+        trajectories = [known.get(each.id) or self._stored(each) for each in group.trajectories]
+        baselines = [known.get(each.id) or self._stored(each) for each in group.baselines]
+        head = {"task_id": group.task_id, "failed": group.failed, "source": group.source, "partition": group.partition}
+        values = asdict(facts)
+        self._note(
+            "group",
+            key=facts.key,
+            group=group.id,
+            head=head,
+            facts={name: values[name] for name in _FACTS},
+            trajectories=[each.record() for each in trajectories],
+            baselines=[each.record() for each in baselines],
+        )
+        for each in (*trajectories, *baselines):
+            self._written.pop(each.id, None)
+        return sum(each.place.length for each in (*trajectories, *baselines))
+
+    def take(self, step: int, keys: Sequence[str]) -> None:
+        """Note that a train step was given these groups. Raises TrainError where the disk refuses."""
+        self._note("take", step=step, keys=list(keys))
+
+    def drop(self, step: int, key: str, why: str) -> None:
+        """Note that a group will never be trained. Raises TrainError where the disk refuses."""
+        self._note("drop", step=step, key=key, why=why)
+
+    def found(self, key: str) -> Found | None:
+        """Return what is finished and not trained of what was asked for under a key.
+
+        Raises:
+            FormatError: What was written is not there any more.
+        """
+        entry = self._state.entries.get(key)
+        if entry is None or entry.consumed:
+            return None
+        members = {number: self._read(stored) for number, stored in sorted(entry.members.items())}
+        return Found(entry.group_id, members, entry.whole is not None)
+
+    def facts(self, key: str, arrived: int) -> GroupFacts | None:
+        """Return the facts of a group that is whole and not trained; no trajectory is read for it."""
+        entry = self._state.entries.get(key)
+        if entry is None or entry.consumed or entry.whole is None:
+            return None
+        values: dict[str, Any] = {name: entry.whole.facts[name] for name in _FACTS if name in entry.whole.facts}
+        values["rewards"] = tuple(values.get("rewards", ()))
+        return GroupFacts(**values, key=key, arrived=arrived)
+
+    def load(self, key: str) -> tuple[TrajectoryGroup, int]:
+        """Read a whole group; return it, and how many bytes it has on disk.
+
+        Raises:
+            FormatError: What was written is not there any more.
+            TrainError: The journal knows no such group.
+        """
+        entry = self._state.entries.get(key)
+        if entry is None or entry.whole is None:
+            raise TrainError(f"{self._file_path} knows no whole group of {key!r}")
+        whole = entry.whole
+        group = TrajectoryGroup(
+            entry.group_id,
+            trajectories=self._read(whole.trajectories),
+            baselines=self._read(whole.baselines),
+            **whole.head,
+        )
+        return group, whole.nbytes
+
+    def forget(self, key: str) -> None:
+        """Keep nothing of a group in memory any more; the file keeps its lines."""
+        self._state.entries.pop(key, None)
+
+    def sync(self) -> None:
+        """Force everything to disk: a power cut loses at most what comes after. Raises TrainError where it refuses."""
+        waits = any(each.pending for entry in self._state.entries.values() for each in entry.stored())
+        with _writing(self._file_path):
+            for file in (self._pending, self._payloads, self._file):
+                if file is not None:
+                    file.sync()
+            if self._pending is not None and not waits:
+                self._pending.truncate(0)
+
+    def close(self) -> None:
+        """Note that the process ended in order, and close the files. Closing twice is no error."""
+        if self._closed:
+            return
+        self._closed = True
+        # On a full disk the note is missing, as after a kill.
+        with contextlib.suppress(TrainError):
+            self._note("end")
+        for file in (self._pending, self._payloads, self._file):
+            if file is not None:
+                file.close()
+
+    @property
+    def _file_path(self) -> Path:
+        return self._directory / JOURNAL
+
+    def _note(self, event: str, **values: Any) -> None:
+        record = {"event": event, **values}
+        with _writing(self._file_path):
+            self._file.append(seal(record))
+        self._state.apply(record)
+
+    def _stored(self, trajectory: Trajectory) -> Stored:
+        if trajectory.id not in self._written:
+            with _writing(self._payloads.path):
+                self._written[trajectory.id] = Stored(trajectory.id, self._payloads.write(trajectory))
+        return self._written[trajectory.id]
+
+    def _store_aside(self, trajectory: Trajectory) -> Stored:
+        with _writing(self._directory / PENDING):
+            if self._pending is None:
+                self._pending = TrajectoryWriter(self._directory / PENDING)
+            return Stored(trajectory.id, self._pending.write(trajectory), pending=True)
+
+    def _file_of(self, stored: Stored) -> TrajectoryWriter | None:
+        return self._pending if stored.pending else self._payloads
+
+    def _read(self, stored: Sequence[Stored]) -> list[Trajectory]:
+        found = []
+        for each in stored:
+            file = self._file_of(each)
+            if file is None:
+                raise FormatError(f"{self._directory / PENDING} is gone, and trajectory {each.id} was in it")
+            found.append(file.read(each.place))
+        return found
+
+    def _tell(self, orphans: Sequence[tuple[Stored, bool]]) -> None:
+        pending = {each.id for entry in self._state.entries.values() for each in entry.stored() if each.pending}
+        for orphan, finished in orphans:
+            if orphan.id in pending:
+                # It is written again, with its group's reward.
+                self._payloads.strike(orphan.place)
+            elif finished:
+                self._note("orphan", trajectory=orphan.id, place=orphan.record()[1:])
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say what a disk that refuses means for the run."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(
+            f"{path} cannot be written: {error.strerror or error}. Make room on its file system and give the same "
+            "command again: the run goes on from its last checkpoint, and nothing that the journal names is lost"
+        ) from error

@@ -1,0 +1,167 @@
+"""What a journal's events amount to: which groups are finished, which partly, and which were trained.
+
+Owns: :class:`JournalState`, a pure function of the events. Refuses: files (``journal.py``).
+
+Events, each with ``event`` and these keys::
+
+    start   part, after_step, payload    process ``part`` goes on from the checkpoint of a step; trajectories.jsonl
+                                         has ``payload`` bytes. Takes and drops of later steps are undone: what
+                                         they trained is in no weights any more
+    member  key, group, member, trajectories [, pending]    a member ended without an error
+    group   key, group, head, facts, trajectories, baselines    a group is whole
+    take    step, keys                   a train step was given these groups
+    drop    step, key, why               a group will never be trained
+    orphan  trajectory, place            a process was killed between writing it and saying whose it is
+    end                                  the process ended in order
+
+A trajectory is named ``[id, offset, length, crc]``: where it lies in trajectories.jsonl, or in pending.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.rollout.writer import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A trajectory on disk.
+
+    Attributes:
+        id: The trajectory's.
+        place: Where it lies.
+        pending: Whether in pending.jsonl: its group reward is still to come.
+    """
+
+    id: str
+    place: Place
+    pending: bool = False
+
+    def record(self) -> list[Any]:
+        """Return it as a journal names it."""
+        return [self.id, self.place.offset, self.place.length, self.place.crc]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGroup:
+    """A finished group on disk.
+
+    Attributes:
+        head: Fields of the group besides its trajectories.
+        facts: What a strategy may know of it, as JSON.
+        trajectories: The members'.
+        baselines: What the greedy rollout left.
+    """
+
+    head: dict[str, Any]
+    facts: dict[str, Any]
+    trajectories: tuple[Stored, ...]
+    baselines: tuple[Stored, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(each.place.length for each in (*self.trajectories, *self.baselines))
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is on disk for one key.
+
+    Attributes:
+        group_id: The group.
+        members: Finished members by number.
+        whole: The group, once it was put.
+        taken: Train steps that were given it.
+        dropped: (step, why) where it will never be trained.
+    """
+
+    group_id: str
+    members: dict[int, tuple[Stored, ...]] = field(default_factory=dict)
+    whole: WholeGroup | None = None
+    taken: list[int] = field(default_factory=list)
+    dropped: tuple[int, str] | None = None
+
+    @property
+    def consumed(self) -> bool:
+        """Whether it was trained, or never will be."""
+        return bool(self.taken) or self.dropped is not None
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the trajectories that it needs."""
+        if self.whole is not None:
+            yield from self.whole.trajectories
+            yield from self.whole.baselines
+        else:
+            for member in self.members.values():
+                yield from member
+
+
+class JournalState:
+    """What is on disk, by key; :meth:`apply` takes one event after the other.
+
+    Attributes:
+        entries: What is known of each key.
+        payload: Bytes that trajectories.jsonl had when the last process started; None where none did.
+        starts: (part, after_step) of each process.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.payload: int | None = None
+        self.starts: list[tuple[int, int]] = []
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take an event.
+
+        Raises:
+            AttributeError, KeyError, TypeError or ValueError: It lacks something, or it is malformed.
+        """
+        match event["event"]:
+            case "start":
+                self._start(int(event["part"]), int(event["after_step"]), int(event["payload"]))
+            case "member":
+                entry = self._entry(event["key"], event["group"])
+                pending = bool(event.get("pending"))
+                entry.members[int(event["member"])] = _stored(event["trajectories"], pending)
+            case "group":
+                entry = self._entry(event["key"], event["group"])
+                trajectories, baselines = _stored(event["trajectories"]), _stored(event["baselines"])
+                entry.whole = WholeGroup(event["head"], event["facts"], trajectories, baselines)
+                # Asked for once more after it was given up.
+                entry.dropped = None
+            case "take":
+                for key in event["keys"]:
+                    if key in self.entries:
+                        self.entries[key].taken.append(int(event["step"]))
+            case "drop":
+                if event["key"] in self.entries:
+                    self.entries[event["key"]].dropped = int(event["step"]), str(event["why"])
+            case "orphan" | "end":
+                pass
+            case other:
+                raise ValueError(f"event is {other!r}")
+
+    def _start(self, part: int, after: int, payload: int) -> None:
+        self.starts.append((part, after))
+        self.payload = payload
+        for entry in self.entries.values():
+            entry.taken = [step for step in entry.taken if step <= after]
+            if entry.dropped is not None and entry.dropped[0] > after:
+                entry.dropped = None
+
+    def _entry(self, key: str, group_id: str) -> Entry:
+        found = self.entries.get(key)
+        if found is None or found.group_id != group_id:
+            # Another group for the same key: the one before it was consumed, or is not wanted any more.
+            found = self.entries[key] = Entry(group_id)
+        return found
+
+
+def _stored(records: list[list[Any]], pending: bool = False) -> tuple[Stored, ...]:
+    return tuple(
+        Stored(str(name), Place(int(offset), int(length), int(crc)), pending) for name, offset, length, crc in records
+    )
