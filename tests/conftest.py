@@ -1,9 +1,15 @@
-"""Makes ``tests/support`` importable as ``support``, and settles what differs between the shells that start tests."""
+"""Makes ``tests/support`` importable as ``support``, and settles what differs between the shells that start tests.
 
+It also keeps garbage collections short: millions of objects are loaded with the tests, and none of them is garbage.
+"""
+
+import gc
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -16,3 +22,34 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if settings.get_current_profile_name() != "ci":
     settings.register_profile("turnwise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("turnwise")
+
+# Whole runs in this process pass over what is loaded, as the tests do, and undo it when they end.
+WITH_RUNS = ("e2e", "compat")
+
+
+def pass_over_what_is_loaded() -> None:
+    """Let collections pass over all that is there, as a server of ours does once it has started."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Begin when every test module is loaded."""
+    pass_over_what_is_loaded()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Do it again after a run that undid it."""
+    if item.path.parent.name in WITH_RUNS and gc.get_freeze_count() == 0:
+        pass_over_what_is_loaded()
+
+
+@pytest.fixture
+def python_s_own_collections() -> Iterator[None]:
+    """For tests of the collections themselves: nothing is passed over when they begin."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.enable()
+    pass_over_what_is_loaded()

@@ -49,8 +49,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("algorithms")
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_to_use_the_tools(name: str, runs: Path) -> None:
-    out = play(runs, name, "--warm", str(runs / "warm"), *SHORT)
+def test_it_learns_to_use_the_tools(name: str, runs: Path, warm_lookup: Path) -> None:
+    out = play(runs, name, "--warm", str(warm_lookup), *SHORT)
     summary = json.loads((runs / f"{name}-seed0" / "summary.json").read_text())
     before, after = (summary[part]["sampled"]["success"]["mean"] for part in ("before", "after"))
     clipped = [record.get("train/clip_fraction", 0.0) for record in lines(runs / f"{name}-seed0" / "metrics.jsonl")]

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from support.lookup_run import take_warm
+
 MAIN = Path(__file__).parents[2] / "examples" / "openai_client_agent" / "main.py"
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("blackbox-job")]
 
 
-def test_a_program_learns_as_the_react_loop_does(tmp_path: Path) -> None:
+def test_a_program_learns_as_the_react_loop_does(warm_lookup: Path, tmp_path: Path) -> None:
+    take_warm(warm_lookup, tmp_path / "job")
     command = [sys.executable, str(MAIN), "--runs", str(tmp_path), "--seed", "0", "--name", "job"]
     with (tmp_path / "log").open("wb") as log:
         done = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, "COLUMNS": "160"}, check=False)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from support.custom_agents import FILE
-from support.lookup_run import environment, lines, silent, train_config
+from support.lookup_run import environment, lines, silent, take_warm, train_config
 from turnwise.cli import app
 from turnwise.config import dump_config
 from turnwise.rollout.writer import read_trajectories
@@ -57,8 +57,9 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_loop_of_one_s_own_learns_lookup_to_the_bar_of_the_main_job(tmp_path: Path) -> None:
+def test_a_loop_of_one_s_own_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path: Path) -> None:
     """The bars are those of ``test_main_job.py``, said before it was run."""
+    take_warm(warm_lookup, tmp_path / "loop")
     command = [sys.executable, str(EXAMPLE / "main.py"), "--runs", str(tmp_path), "--name", "loop"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

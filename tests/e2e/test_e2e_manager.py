@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lookup_run import GROUPS, MEMBERS, environment, lines, silent, train_config
+from support.lookup_run import GROUPS, MEMBERS, environment, lines, silent, take_warm, train_config
 from turnwise.errors import TrainError
 from turnwise.rollout.batches import read_batches
 from turnwise.rollout.writer import read_trajectories
@@ -68,8 +68,9 @@ def test_a_manager_that_dies_ends_the_run_with_its_error(lookup_model: Path, tmp
 
 
 @pytest.mark.long
-def test_it_learns_lookup_to_the_bar_of_the_main_job(tmp_path: Path) -> None:
+def test_it_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path: Path) -> None:
     """The bars are those of ``test_main_job.py``, said before it was run."""
+    take_warm(warm_lookup, tmp_path / "outside")
     command = [
         sys.executable, str(MAIN), "--runs", str(tmp_path), "--name", "outside",
         f"rollout.agent_loop_manager_class={PLAIN}",

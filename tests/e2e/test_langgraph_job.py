@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support.lookup_run import take_warm
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "langgraph_agent"
 KINDS = ("sampled", "greedy")
 
@@ -30,8 +32,9 @@ def test_the_example_plays_its_graph_with_a_scripted_model() -> None:
 
 @pytest.mark.long
 @pytest.mark.xdist_group("langgraph-job")
-def test_a_graph_learns_to_use_the_tools_as_the_react_loop_does(tmp_path: Path) -> None:
+def test_a_graph_learns_to_use_the_tools_as_the_react_loop_does(warm_lookup: Path, tmp_path: Path) -> None:
     """The bars are those that the ReAct loop is held to (``test_main_job.py``)."""
+    take_warm(warm_lookup, tmp_path / "graph")
     done = example("--runs", str(tmp_path), "--seed", "0", "--name", "graph")
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "graph" / "summary.json").read_text())

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from support.lookup_run import take_warm
+
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 
 
 @pytest.mark.long
-def test_adapters_learn_to_use_the_tools_and_are_all_that_is_sent(tmp_path: Path) -> None:
+def test_adapters_learn_to_use_the_tools_and_are_all_that_is_sent(warm_lookup: Path, tmp_path: Path) -> None:
+    take_warm(warm_lookup, tmp_path / "lora")
     command = [sys.executable, str(MAIN), "--also", "lora.yaml", "--runs", str(tmp_path), "--name", "lora", "steps=16"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

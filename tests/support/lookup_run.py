@@ -12,10 +12,12 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,6 +84,20 @@ def build_model(directory: Path) -> None:
         }),
         console=silent(),
     )  # fmt: skip
+
+
+def warm_start(run: Path) -> None:
+    """Make the warm start of the main job at seed 0 in the directory ``run``."""
+    # Not by `example`: what it defines is looked up by its name.
+    job = import_module("job")
+    lookup = job.Job("lookup", EXAMPLE, example("teacher").demonstrations, count=4480)
+    job.warm_start(lookup, run, 0, silent())
+
+
+def take_warm(warm: Path, run: Path) -> None:
+    """Begin the directory of a run of the main job with a warm start: its own is left out then."""
+    for part in ("sft", "initial"):
+        shutil.copytree(warm / part, run / part)
 
 
 def shared(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:

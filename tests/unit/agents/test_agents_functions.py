@@ -284,7 +284,7 @@ async def test_a_failure_is_never_a_reward_of_zero() -> None:
 
 async def test_a_thread_that_does_not_come_back_is_given_up() -> None:
     started = time.monotonic()
-    trajectory = await play(holds, [], episode_timeout=0.3)
+    trajectory = await play(holds, [], episode_timeout=1.5)
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert trajectory.error.startswith("ToolThreadLost")
     assert trajectory.rewards == []

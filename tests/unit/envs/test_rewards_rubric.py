@@ -230,7 +230,7 @@ async def cancels_itself(text):
 )
 async def test_every_failure_names_the_function(function, words):
     with pytest.raises(EnvError, match=words) as error:
-        await score({"bad": Part(function, timeout=0.05)})
+        await score({"bad": Part(function, timeout=0.05 if function is hangs else 30)})
     assert "reward function 'bad' (test_rewards_rubric:" in str(error.value)
 
 
@@ -281,9 +281,9 @@ async def test_all_failures_are_told_and_the_others_run_to_their_end():
 
 async def test_a_thread_past_its_time_out_is_lost_and_the_environment_not_used_again():
     free = threading.Event()
-    env = SingleTurnEnv({"slow": Part(lambda text: free.wait(30), timeout=0.05)})
+    env = SingleTurnEnv({"slow": Part(lambda text: free.wait(30), timeout=0.5)})
     await invoke(env, "reset", TASK)
-    with pytest.raises(EnvError, match=r"'slow' .* took longer than 0.05 s"):
+    with pytest.raises(EnvError, match=r"'slow' .* took longer than 0.5 s"):
         await invoke(env, "score", FINAL)
     assert env.lost_thread
     free.set()

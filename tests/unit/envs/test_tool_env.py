@@ -352,7 +352,7 @@ class TestLostThreads:
         release = threading.Event()
 
         class Slow(Counter):
-            @function_tool(timeout=0.05)
+            @function_tool(timeout=0.5)
             def hang(self) -> str:
                 """Hang."""
                 release.wait(WAIT)

@@ -30,7 +30,7 @@ class Sleepy(ToolEnv):
     def reset(self, task=None, *, seed=None):
         return "go", {}
 
-    @function_tool(timeout=0.05)
+    @function_tool(timeout=0.3)
     def hang(self) -> str:
         """Hang."""
         RELEASED.wait()
@@ -100,7 +100,7 @@ async def test_a_thread_that_comes_back_after_all_is_lost_no_more() -> None:
     back = threading.Semaphore(0)
 
     class Late(Sleepy):
-        @function_tool(timeout=0.05)
+        @function_tool(timeout=0.3)
         def hang(self) -> str:
             """Hang."""
             RELEASED.wait()
@@ -152,7 +152,7 @@ from turnwise.types import ToolCall
 class Stuck(ToolEnv):
     def reset(self, task=None, *, seed=None):
         return "go", {}
-    @function_tool(timeout=0.05)
+    @function_tool(timeout=0.3)
     def hang(self) -> str:
         "Hang."
         threading.Event().wait()

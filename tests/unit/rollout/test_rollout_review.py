@@ -200,7 +200,7 @@ async def test_a_timeout_after_the_end_changes_nothing() -> None:
         await episode.step(await episode.session.chat(episode.observation))
         await asyncio.Event().wait()
 
-    outcome = await run(["42"], act=act, episode_timeout=0.05)
+    outcome = await run(["42"], act=act, episode_timeout=0.5)
     assert outcome.trajectories[0].stop_reason is StopReason.COMPLETED
     assert LOG == ["score", "close"]
 

@@ -175,7 +175,7 @@ async def test_a_timeout_is_a_stop_reason() -> None:
     async def never(request):
         await asyncio.Event().wait()
 
-    trajectory, outcome = await run(ScriptedClient(ToyRenderer(), never), episode_timeout=0.02)
+    trajectory, outcome = await run(ScriptedClient(ToyRenderer(), never), episode_timeout=0.5)
     assert outcome.error is None
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert LOG == ["reset", "score", "close"]

@@ -94,7 +94,7 @@ async def test_who_does_not_read_holds_the_other_back() -> None:
     async with exposed(pour) as (_, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=65_536)
         before = -1
-        while sent != before:
+        while not sent or sent != before:
             before = sent
             await asyncio.sleep(0.2)
         # What the kernel's and our buffers hold; all of it would be 250 MiB.

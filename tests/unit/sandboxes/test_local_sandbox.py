@@ -44,10 +44,10 @@ async def test_a_session_survives_what_commands_do(tmp_path: Path) -> None:
     async with backend() as made, opened(made, SandboxSpec(workspace=tmp_path, mounts=mounts, env=env)) as sandbox:
         began = time.monotonic()
         result = await sandbox.exec(
-            "trap '' TERM; (setsid sh -c 'sleep 77 & sleep 77' &); cat seen; sleep 77", timeout=0.5
+            "trap '' TERM; (setsid sh -c 'sleep 77 & sleep 77' &); cat seen; sleep 77", timeout=3
         )
         assert (result.exit_code, result.stdout, result.timed_out) == (124, b"seen", True)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 40
         result = await sandbox.exec(["python", "-c", "import sys, pydantic; print(sys.stdin.read())"], stdin=b"\xff\0")
         assert result.ok, result.text
         assert b"\xef\xbf\xbd" in result.stdout or b"\xff" in result.stdout

@@ -68,9 +68,9 @@ async def test_a_session_keeps_its_state(use: Callable[[BaseTool], Do]) -> None:
 async def test_a_command_that_hangs_is_interrupted_and_the_session_goes_on(use: Callable[[BaseTool], Do]) -> None:
     shell = use(ShellTool())
     await shell(command="X=kept; sleep 1000 & echo $! > job")
-    found = await shell(command="echo before; sleep 1000; echo after", timeout=0.3)
+    found = await shell(command="echo before; sleep 1000; echo after", timeout=1.5)
     assert found.error == "timeout"
-    assert str(found.text).startswith("before\n(no end within 0.3 s: the command was interrupted; the session goes on)")
+    assert str(found.text).startswith("before\n(no end within 1.5 s: the command was interrupted; the session goes on)")
     found = await shell(command="while :; do :; done", timeout=0.3)
     assert "the session goes on" in str(found.text)
     assert (await shell(command="echo $X; kill -0 $(cat job) && echo alive")).text == "kept\nalive"
@@ -98,8 +98,8 @@ async def test_calls_without_a_session_know_nothing_of_each_other(use: Callable[
     shell = use(ShellTool({"persistent": False, "env": {"GIVEN": "1"}}))
     assert (await shell(command="X=1; cd /; echo out; echo err >&2; echo $GIVEN")).text == "out\nerr\n1"
     assert (await shell(command='echo "[$X]"')).text == "[]"
-    found = await shell(command="echo part; sleep 1000", timeout=0.3)
-    assert (found.error, found.text) == ("timeout", "part\n(no end within 0.3 s: the command was killed)")
+    found = await shell(command="echo part; sleep 1000", timeout=1.5)
+    assert (found.error, found.text) == ("timeout", "part\n(no end within 1.5 s: the command was killed)")
 
 
 async def test_an_interpreter_keeps_its_names(use: Callable[[BaseTool], Do]) -> None:
@@ -111,7 +111,7 @@ async def test_an_interpreter_keeps_its_names(use: Callable[[BaseTool], Do]) -> 
     assert "interpreter.py" not in found
     assert "<string>" not in found
     assert "SyntaxError" in str((await python(code="x =")).text)
-    found = await python(code="kept = 1\nwhile True: pass", timeout=0.3)
+    found = await python(code="kept = 1\nwhile True: pass", timeout=1.5)
     assert found.error == "timeout"
     assert "names are still there" in str(found.text)
     assert (await python(code="kept, (other := 2)")).text == "(1, 2)"

@@ -12,6 +12,7 @@ from support.lookup_run import MODEL, build_model, shared, silent, train_config
 from turnwise.trainer.run import open_run
 
 
+@pytest.mark.usefixtures("python_s_own_collections")
 def test_collections_pass_over_what_was_loaded_while_a_run_is_open_and_no_longer(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

@@ -3,11 +3,12 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from turnwise.inference.gateway.garbage import GarbageCollector
+
+pytestmark = pytest.mark.usefixtures("python_s_own_collections")
 
 
 class Knot:
@@ -19,13 +20,6 @@ class Knot:
 
 def knot() -> weakref.ref[Knot]:
     return weakref.ref(Knot())
-
-
-@pytest.fixture(autouse=True)
-def _python_collects_again() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-    gc.enable()
 
 
 def started(*, busy: bool, least: int = 100) -> GarbageCollector:
