@@ -53,6 +53,10 @@ class Side:
     def step(self) -> None:
         """Let one step run, and keep what it reports."""
         self.go()
+        self.keep()
+
+    def keep(self) -> None:
+        """Wait for what the step that runs reports, and keep it."""
         self.samples.append(self.read())
 
     def end(self) -> dict[str, Any]:

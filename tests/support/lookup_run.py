@@ -88,9 +88,10 @@ def build_model(directory: Path) -> None:
 
 def warm_start(run: Path) -> None:
     """Make the warm start of the main job at seed 0 in the directory ``run``."""
-    # Not by `example`: what it defines is looked up by its name.
+    demonstrations = example("teacher").demonstrations
+    # Not by `example`, which has put it on the path: what it defines is looked up by its module's name.
     job = import_module("job")
-    lookup = job.Job("lookup", EXAMPLE, example("teacher").demonstrations, count=4480)
+    lookup = job.Job("lookup", EXAMPLE, demonstrations, count=4480)
     job.warm_start(lookup, run, 0, silent())
 
 
