@@ -7,7 +7,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -17,11 +19,12 @@ from turnwise.rollout.strategies import Arrival, Choice, Strategy
 from turnwise.rollout.strategies.filtered import Filtered
 from turnwise.tasks import Task
 from turnwise.tasks.order import HeldOrder
+from turnwise.trainer.batch_config import BatchConfig
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trainer.feed import Feed
-from turnwise.trajectory import Trajectory, TrajectoryGroup
-from turnwise.types import ToolCall
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
+from turnwise.types import StopReason, ToolCall
 
 
 class Asked:
@@ -29,12 +32,20 @@ class Asked:
 
     def __init__(self) -> None:
         self.requests: list[RolloutRequest] = []
+        self.finished: set[str] = set()
+        self.cancelled: set[str] = set()
 
     def generate_sequences(self, requests) -> None:
         self.requests += requests
 
+    async def cancel(self, keys) -> frozenset[str]:
+        unfinished = {each.key for each in self.requests} - self.finished
+        self.cancelled |= unfinished & set(keys)
+        return frozenset(unfinished & set(keys))
+
     def group(self, number: int) -> TrajectoryGroup:
         request = self.requests[number]
+        self.finished.add(request.key)
         name = f"0-{request.key}"
         member = Trajectory(f"{name}/0.0", f"{name}/0.0", name, request.task.id)
         return TrajectoryGroup(name, request.task.id, [member], request.partition)
@@ -133,6 +144,82 @@ async def test_dropped_groups_are_replaced_and_forgotten() -> None:
     assert "train-t0-e0" not in own.outstanding
     own.done(ref, await buffer.fetch(ref))
     assert own.outstanding == {}
+
+
+def episode(request: RolloutRequest, tokens: int, reason: StopReason = StopReason.COMPLETED) -> Trajectory:
+    name = f"0-{request.key}/1.0"
+    segment = Segment(0, -1, "sampled", np.zeros(tokens, np.int32))
+    return Trajectory(name, name, name.partition("/")[0], request.task.id, segments=[segment], stop_reason=reason)
+
+
+BOUNDED = {"strategy": "bounded", "max_staleness": 1}
+TAIL = {"tail": {"seconds": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "at", "left", "cancelled"),
+    [
+        ({"batch": {"groups": 4, "over_sample": 1.25}}, 1, [], ["t2", "t3", "t4"]),
+        ({"batch": {"groups": 4, "over_sample": 1.25}, "replay": BOUNDED}, 1, ["t1", "t2", "t3", "t4"], []),
+        ({"batch": {"groups": 4, "over_sample": 1.25}, "replay": BOUNDED}, 2, [], ["t2", "t3", "t4"]),
+        (
+            {"batch": {"groups": 4, "over_sample": 1.25, "leftover": "cancel"}, "replay": BOUNDED},
+            1,
+            ["t1"],
+            ["t2", "t3", "t4"],
+        ),
+        ({"batch": {"groups": 5}, "mode": "separate_async"}, 2, ["t1", "t2", "t3", "t4"], []),
+        ({"batch": {"groups": 5, **TAIL}, "mode": "separate_async"}, 2, ["t1"], ["t2", "t3", "t4"]),
+    ],
+)
+async def test_what_a_step_did_not_wait_for_is_carried_or_cancelled(changes, at, left, cancelled) -> None:
+    own, asked, buffer, _ = feed(**changes)
+    own.ask()
+    assert len(asked.requests) == 5
+    for number in (0, 1):
+        await buffer.put(asked.group(number))
+    own.wrote(episode(asked.requests[2], 7))
+    ref, _ = await buffer.sample(1, "train", 1)
+    own.done(ref, await buffer.fetch(ref))
+    metrics = await own.settle(at)
+    assert [each.request.task.id for each in own.outstanding.values()] == left
+    assert sorted(key.split("-")[1] for key in asked.cancelled) == cancelled
+    assert metrics.get("straggler/carried", 0) == (0 if metrics == {} else len(left))
+    assert metrics.get("straggler/cancelled", 0) == len(cancelled)
+    assert metrics.get("rollout/wasted_tokens", 0) == (7 if cancelled else 0)
+    own.ask()
+    assert len(own.outstanding) == 5, "what is carried counts for the next step"
+
+
+async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() -> None:
+    own, asked, *_ = feed(batch={"groups": 2})
+    own.ask()
+    await own.settle(1)
+    own.wrote(episode(asked.requests[0], 5, StopReason.CANCELLED))
+    own.wrote(episode(asked.requests[1], 4, StopReason.CANCELLED))
+    assert await own.settle(2) == {"rollout/cancelled_episodes": 2, "rollout/wasted_tokens": 9}
+    assert await own.settle(3) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"batch": {"leftover": "carry"}}, "every group that is started is waited for"),
+        ({"batch": {"leftover": "carry", "over_sample": 2}}, "trains no group that older weights began"),
+        ({"batch": {"over_sample": 2}, "mode": "colocate_async"}, "over_sample is 2, but an asynchronous mode"),
+        ({"batch": {"leftover": "cancel", **TAIL}, "mode": "colocate_async"}, "leftover is cancel"),
+        ({"batch": {"over_sample": 0.5}}, "over_sample"),
+        ({"batch": {"tail": {"seconds": 1, "share": 0}}}, "share"),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(changes, match) -> None:
+    with pytest.raises(ValidationError, match=match):
+        feed(**changes)
+
+
+@pytest.mark.parametrize(("groups", "factor", "started"), [(10, 1.1, 11), (16, 1.25, 20), (3, 1.25, 4), (7, 1.0, 7)])
+def test_so_many_groups_are_started(groups, factor, started) -> None:
+    assert BatchConfig(groups=groups, over_sample=factor).started == started
 
 
 @pytest.mark.parametrize("record", [{}, {"task": {"id": "t"}, "source": None}, {"task": 3, "source": None}, []])
