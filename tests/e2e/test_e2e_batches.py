@@ -11,7 +11,9 @@ from support.lookup_run import MEMBERS, lines, silent, train_config
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.batches import read_batches
 from turnwise.rollout.writer import read_trajectories
+from turnwise.trainer.run import TrainRun
 from turnwise.trainer.train import run_train
+from turnwise.trainer.training import Training
 from turnwise.types import StopReason
 
 
@@ -101,3 +103,28 @@ def test_the_tail_is_cancelled_where_no_group_of_older_weights_is_trained(lookup
     [step] = steps_of(run)
     assert step["straggler/cut_groups"] == step["straggler/cancelled"] == step["rollout/cancelled_episodes"] == 1
     assert "straggler/carried" not in step
+
+
+def test_an_algorithm_of_ones_own_gets_its_tasks_or_the_first_to_finish(lookup_model: Path, tmp_path: Path) -> None:
+    sizes = []
+
+    async def own(run: TrainRun) -> None:
+        training = Training(run)
+        mine = training.train_tasks[:3]
+        groups = await training.rollouts(mine)
+        # The first episode waits for ever: the tail does not wait for its group, and nothing takes its place.
+        assert {group.task_id for group in groups} == {task.id for task in mine[1:]}
+        await training.learn(groups)
+        while not training.finished:
+            groups = await training.rollouts(group_size=3)
+            sizes.append([len(group.trajectories) for group in groups])
+            await training.learn(groups)
+
+    PLANS[str(tmp_path)] = Plan()
+    env = {"name": f"{__name__}:Straggling", "config": {"key": str(tmp_path)}}
+    batch = {"groups": 2, "over_sample": 1.5, "tail": {"seconds": 1, "share": 0.6}}
+    config = train_config(lookup_model, tmp_path, rollout={"env": env}, batch=batch)
+    run = run_train(config, loop=own, console=silent()).directory
+    assert sizes == [[3, 3]]
+    assert steps_of(run)[0]["straggler/cancelled"] == 1
+    assert audit_files(run).sound
