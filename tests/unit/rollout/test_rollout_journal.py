@@ -1,0 +1,238 @@
+"""The journal: what a process finished is there for the next one, whatever cut the first one off."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.errors import FormatError, TrainError
+from turnwise.rollout.core import RolloutRequest
+from turnwise.rollout.journal import Journal
+from turnwise.rollout.journal_lines import read_journal, seal, unseal
+from turnwise.rollout.replay import LocalReplayBuffer, facts_of
+from turnwise.rollout.writer import read_trajectories
+from turnwise.tasks import Task
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
+
+
+def member(group: str, number: int, part: int = 0) -> Trajectory:
+    segment = Segment(0, -1, "context", np.arange(3, dtype=np.int32), messages=({"role": "user", "content": "hi"},))
+    name = f"{part}-{group}/{number}.0"
+    return Trajectory(name, name, f"0-{group}", group, segments=[segment], rewards=[(None, "score", float(number))])
+
+
+def whole(group: str, members: list[Trajectory]) -> TrajectoryGroup:
+    return TrajectoryGroup(f"0-{group}", group, members)
+
+
+def finish(journal: Journal, group: str, numbers: range, *, put: bool = True) -> None:
+    members = [member(group, number) for number in numbers]
+    for number, trajectory in zip(numbers, members, strict=True):
+        journal.write(trajectory)
+        journal.member(group, f"0-{group}", number, [trajectory])
+    if put:
+        journal.group(whole(group, members), facts_of(whole(group, members), group, 0))
+
+
+def test_a_line_tells_whether_it_is_as_it_was_written() -> None:
+    line = seal({"event": "take", "step": 3, "keys": ['a,"crc":1}']})
+    assert unseal(line) == {"event": "take", "step": 3, "keys": ['a,"crc":1}']}
+    for place in range(len(line)):
+        assert unseal(line[:place]) is None
+        assert unseal(line[:place] + bytes([line[place] ^ 1]) + line[place + 1 :]) is None
+
+
+def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    for name in ("a", "b", "c"):
+        finish(journal, name, range(2))
+    finish(journal, "d", range(1), put=False)
+    journal.take(1, ["a"])
+    journal.take(2, ["b"])
+    journal.drop(2, "c", "stale")
+    # Killed: nothing is closed. The next process goes on from step 1.
+    later = Journal.open(tmp_path, part=1, after_step=1)
+    assert later.found("a") is None
+    assert [key for key in "abcd" if later.facts(key, 0) is not None] == ["b", "c"]
+    found = later.found("d")
+    assert found is not None
+    assert (found.group_id, found.whole, list(found.members)) == ("0-d", False, [0])
+    assert found.members[0][0].to_bytes() == member("d", 0).to_bytes()
+    facts = later.facts("b", 7)
+    assert facts == replace(facts_of(whole("b", [member("b", n) for n in range(2)]), "b", 7))
+    group, size = later.load("b")
+    assert [each.id for each in group.trajectories] == ["0-b/0.0", "0-b/1.0"]
+    assert size == sum(len(each.to_bytes()) for each in group.trajectories)
+    later.take(2, ["b"])
+    later.close()
+    assert read_journal(tmp_path / "journal.jsonl").events[-1][1]["event"] == "end"
+    # What a later checkpoint counts as trained stays trained.
+    assert Journal.open(tmp_path, part=2, after_step=2).found("b") is None
+
+
+STEPS = 3
+GROUPS = 4
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process: each step is given the group before the last."""
+    directory = tmp_path_factory.mktemp("history")
+    journal = Journal.open(directory)
+    for number in range(GROUPS):
+        finish(journal, f"g{number}", range(2))
+        if number:
+            journal.take(number, [f"g{number - 1}"])
+    journal.close()
+    return directory
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
+    history: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    lines = (history / "journal.jsonl").read_bytes()
+    cut = data.draw(st.integers(0, len(lines)))
+    garbage = data.draw(st.binary(max_size=20))
+    after = data.draw(st.integers(0, STEPS))
+    directory = tmp_path_factory.mktemp("cut")
+    (directory / "journal.jsonl").write_bytes(lines[:cut] + garbage)
+    (directory / "trajectories.jsonl").write_bytes((history / "trajectories.jsonl").read_bytes())
+    kept = [event for _, event in read_journal(directory / "journal.jsonl").events]
+    taken = {key for event in kept if event["event"] == "take" and event["step"] <= after for key in event["keys"]}
+    put = {event["key"] for event in kept if event["event"] == "group"}
+    finished = {(event["key"], event["member"]) for event in kept if event["event"] == "member"}
+    said: list[str] = []
+    journal = Journal.open(directory, part=1, after_step=after, say=said.append)
+    assert len(said) <= 1
+    for number in range(GROUPS):
+        key = f"g{number}"
+        found = journal.found(key)
+        if key in taken:
+            assert found is None
+            continue
+        assert {(key, each) for each in (found.members if found else ())} == {e for e in finished if e[0] == key}
+        assert (journal.facts(key, 0) is not None) == (key in put)
+    journal.close()
+    # It is whole again: another process reads it, without a word.
+    said.clear()
+    Journal.open(directory, part=2, after_step=after, say=said.append).close()
+    assert said == []
+
+
+def test_what_is_spoilt_in_the_middle_is_named(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    for name in ("a", "b"):
+        finish(journal, name, range(2))
+    file = tmp_path / "journal.jsonl"
+    good = file.read_bytes()
+    file.write_bytes(good.replace(b'"member":1', b'"member":7', 1))
+    with pytest.raises(FormatError, match=r"journal\.jsonl:3: .*checksum differs.*restore the file from a copy"):
+        Journal.open(tmp_path, part=1)
+    file.write_bytes(good)
+    payloads = tmp_path / "trajectories.jsonl"
+    payloads.write_bytes(payloads.read_bytes().replace(b"hi", b"ho", 1))
+    with pytest.raises(FormatError, match=r"trajectories\.jsonl:1: trajectory 0-a/0\.0 is not as it was written"):
+        Journal.open(tmp_path, part=1)
+
+
+def test_trajectories_that_a_power_cut_took_are_rolled_out_again(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    for name in ("a", "b"):
+        finish(journal, name, range(2))
+    payloads = tmp_path / "trajectories.jsonl"
+    payloads.write_bytes(payloads.read_bytes()[:-5] + b"\0\0\0\0\0")
+    said: list[str] = []
+    later = Journal.open(tmp_path, part=1, say=said.append)
+    assert any("1 finished trajectories are not whole on disk" in text for text in said)
+    assert later.facts("a", 0) is not None
+    found = later.found("b")
+    assert found is not None
+    assert (found.whole, list(found.members)) == (False, [0])
+    assert len(list(read_trajectories(payloads))) == 3
+
+
+def test_a_trajectory_that_was_not_noted_before_a_kill_is_told(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    finish(journal, "a", range(1), put=False)
+    journal.write(member("a", 1))
+    failed = member("a", 2)
+    failed.error = "EnvError: gone"
+    journal.write(failed)
+    for part in (1, 2):
+        found = Journal.open(tmp_path, part=part).found("a")
+        assert found is not None
+        assert list(found.members) == [0]
+    orphans = [e for _, e in read_journal(tmp_path / "journal.jsonl").events if e["event"] == "orphan"]
+    assert [event["trajectory"] for event in orphans] == ["0-a/1.0"]
+
+
+def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    members = [member("a", number) for number in range(2)]
+    for number, each in enumerate(members):
+        journal.member("a", "0-a", number, [each], pending=True)
+    # The group was rewarded and written; the process was killed before the journal said so.
+    journal.write(members[0])
+    later = Journal.open(tmp_path, part=1)
+    found = later.found("a")
+    assert found is not None
+    assert sorted(found.members) == [0, 1]
+    assert list(read_trajectories(tmp_path / "trajectories.jsonl")) == []
+    rewarded = [trajectory for each in found.members.values() for trajectory in each]
+    for each in rewarded:
+        later.write(each)
+    later.group(whole("a", rewarded), facts_of(whole("a", rewarded), "a", 0))
+    later.sync()
+    assert (tmp_path / "pending.jsonl").stat().st_size == 0
+    assert [each.id for each in read_trajectories(tmp_path / "trajectories.jsonl")] == [each.id for each in members]
+    assert Journal.open(tmp_path, part=2).facts("a", 0) is not None
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "trajectories.jsonl"])
+def test_a_disk_that_refuses_is_one_error_and_leaves_whole_lines(tmp_path: Path, name: str) -> None:
+    journal = Journal.open(tmp_path)
+    finish(journal, "a", range(1))
+    before = (tmp_path / name).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Room for the beginning of the next line, and no more.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with pytest.raises(TrainError, match=rf"{name} cannot be written: File too large\. Make room .* give the same"):
+            journal.take(1, ["a"]) if name == "journal.jsonl" else journal.write(member("a", 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / name).read_bytes() == before
+    later = Journal.open(tmp_path, part=1)
+    assert later.facts("a", 0) is not None
+
+
+async def test_a_buffer_keeps_no_more_in_memory_than_it_may_and_reads_the_rest_again(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    buffer = LocalReplayBuffer(journal=journal, memory_mb=1)
+    text = "x" * 300_000
+    for number in range(8):
+        trajectory = member(f"g{number}", 0)
+        trajectory.segments = [replace(trajectory.segments[0], messages=({"role": "user", "content": text},))]
+        assert not buffer.expect(RolloutRequest(Task(f"g{number}", "go")), 0)
+        await buffer.put(whole(f"g{number}", [trajectory]))
+        assert buffer._store.cached_bytes <= 2**20
+    ref, _ = await buffer.sample(1, "train", 8)
+    assert [group.id for group in await buffer.fetch(ref)] == [f"0-g{number}" for number in range(8)]
+    await buffer.release(ref)
+    assert buffer._store.cached_bytes == 0
+    # A process that goes on from before the step finds all of them, one after it none.
+    again = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=0))
+    requests = [RolloutRequest(Task(f"g{number}", "go")) for number in range(8)]
+    assert all(again.expect(request, 0) for request in requests)
+    ref, _ = await again.sample(1, "train", 8)
+    assert len(await again.fetch(ref)) == 8
+    never = LocalReplayBuffer(journal=Journal.open(tmp_path, part=2, after_step=1))
+    assert not any(never.expect(request, 0) for request in requests)
