@@ -49,6 +49,7 @@ class HookCalls:
         self.timing_raw: dict[str, float] = {}
         self.stopped: str | None = None
         self.refills = 0
+        self._requested = 0
         self.dropped: Counter[str] = Counter()
 
     @classmethod
@@ -135,9 +136,14 @@ class HookCalls:
         return logged
 
     async def sample_begin(self) -> None:
-        """Call ``on_sample_begin``."""
+        """Call ``on_sample_begin``, and ask for the groups that hooks requested."""
         self.refills = 0
         await self._call("on_sample_begin")
+        # Only now: what a step asks for of its own accord takes into account what is on its way.
+        if self._requested:
+            feed, groups = self._of_run().feed, self._requested
+            self._requested = 0
+            feed.issue(feed.next(groups))
 
     async def sample_end(self, batch: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Call ``on_sample_end`` and return what the hooks left of the batch."""
@@ -154,8 +160,7 @@ class HookCalls:
         """Have further groups rolled out."""
         if groups < 1:
             raise TrainError(f"request({groups}): at least 1 group can be asked for")
-        feed = self._of_run().feed
-        feed.issue(feed.next(groups))
+        self._requested += groups
 
     def drop(self, group: TrajectoryGroup, why: str) -> None:
         """Leave a group out of the batch, and have it replaced."""

@@ -108,7 +108,9 @@ class Hooks:
         """The groups are there: ``self.batch``."""
 
     def request(self, groups: int) -> None:
-        """Have so many more groups rolled out, now: over-sampling, or a head start."""
+        """Have so many more groups rolled out than the run asks for by itself: over-sampling. They are asked for when
+        the run next waits for groups, after ``on_sample_begin``.
+        """
         self.verbs.request(groups)
 
     def drop(self, group: TrajectoryGroup, why: str) -> None:
