@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from turnwise.inference.core import LLMClient, Renderer
     from turnwise.inference.scripted import ScriptedClient
     from turnwise.inference.session import Session
-    from turnwise.rollout import ReplayBuffer, RolloutConfig, RolloutManager, RolloutProducer, RolloutRequest
+    from turnwise.rollout import (
+        LocalReplayBuffer,
+        ReplayBuffer,
+        RolloutConfig,
+        RolloutManager,
+        RolloutProducer,
+        RolloutRequest,
+    )
     from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
     from turnwise.tools import BaseTool, OutputLimit, ToolResponse, function_tool
     from turnwise.trainer.advantages import register_advantage
@@ -98,7 +105,9 @@ _HOMES = {
     "inference.core": ("LLMClient", "Renderer"),
     "inference.scripted": ("ScriptedClient",),
     "inference.session": ("Session",),
-    "rollout": ("ReplayBuffer", "RolloutConfig", "RolloutManager", "RolloutProducer", "RolloutRequest"),
+    "rollout": (
+        "LocalReplayBuffer", "ReplayBuffer", "RolloutConfig", "RolloutManager", "RolloutProducer", "RolloutRequest",
+    ),
     "tasks": ("SourceConfig", "Task", "iter_tasks", "load_tasks"),
     "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
     "trainer.advantages": ("register_advantage",),
@@ -158,6 +167,7 @@ __all__ = [
     "KLCov",
     "LLMClient",
     "LangGraphAgent",
+    "LocalReplayBuffer",
     "Message",
     "MultiAgentEnv",
     "OutputLimit",

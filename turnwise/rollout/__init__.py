@@ -4,6 +4,7 @@ from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.managers import current_rollout
 from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "EpisodeOutcome",
     "EpisodeRunner",
     "EpisodeSpec",
+    "LocalReplayBuffer",
     "ReplayBuffer",
     "RolloutConfig",
     "RolloutManager",

@@ -15,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 
 from turnwise.agents.roles import TRAINED
-from turnwise.errors import TrainError, TurnwiseError
+from turnwise.errors import TrainError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.group_store import GroupStore
 from turnwise.rollout.journal import Journal
 from turnwise.rollout.members import MemberRule
 from turnwise.rollout.strategies import Arrival, Choice, Flight, GroupFacts, Strategy
 from turnwise.rollout.tail import Cut, Tail
+from turnwise.rollout.waiting import Waiting
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 PARTITIONS = ("train", "val")
@@ -31,7 +32,7 @@ _EVALUATED = Arrival()
 FIELDS = ("tokens", "rewards", "metrics", "messages")
 
 
-class LocalReplayBuffer(ReplayBuffer):
+class LocalReplayBuffer(Waiting, ReplayBuffer):
     """Keeps finished groups, per partition, in the order in which they arrive.
 
     Args:
@@ -52,6 +53,7 @@ class LocalReplayBuffer(ReplayBuffer):
         tail: Tail | None = None,
         memory_mb: int = 1024,
     ) -> None:
+        super().__init__()
         self._members = members or MemberRule()
         self._tail = tail
         self._strategy = strategy or Arrival()
@@ -68,9 +70,6 @@ class LocalReplayBuffer(ReplayBuffer):
         self._refill: Callable[[int], bool] | None = None
         self._told: Callable[[GroupFacts, str], None] | None = None
         self._dropped: Counter[str] = Counter()
-        self._error: BaseException | None = None
-        # Set and replaced at every change: each waiter wakes once per change.
-        self._changed = asyncio.Event()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Learn that a group was asked for. Where an earlier process finished it and none trained it, it is here."""
@@ -94,13 +93,19 @@ class LocalReplayBuffer(ReplayBuffer):
 
     def discard(self, keys: Collection[str], why: str) -> None:
         """Forget groups that were asked for, in flight or here."""
+        self._on_loop(lambda: self._discard(frozenset(keys), why))
+
+    def _discard(self, keys: Collection[str], why: str) -> None:
         for ready, flying in zip(self._ready.values(), self._flying.values(), strict=True):
-            for flight in [each for each in flying if each.key in keys]:
+            flights = [each for each in flying if each.key in keys]
+            finished = [facts for facts in ready.values() if facts.key in keys]
+            for flight in flights:
                 flying.remove(flight)
                 self._store.drop_key(self._step, flight.key, why)
-            for facts in [facts for facts in ready.values() if facts.key in keys]:
+            for facts in finished:
                 self._drop(facts.partition, facts.id, why)
-        self._notify()
+            if flights or finished:
+                self._notify()
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Take a finished group. With a journal it stands there before anybody is woken.
@@ -148,8 +153,7 @@ class LocalReplayBuffer(ReplayBuffer):
             # Taken before the choice: a group that comes while others are asked for wakes this one, too.
             changed = self._changed
             ready, flying = self.ready(partition_id), self.flying(partition_id)
-            if self._error is not None:
-                raise self._raised(global_steps) from self._error
+            self._check()
             taken = self._taken.get((partition_id, global_steps), 0)
             choice = strategy.choose(ready, flying, global_steps, batch_size, taken)
             for group_id, why in choice.drop:
@@ -174,11 +178,13 @@ class LocalReplayBuffer(ReplayBuffer):
 
     def ready(self, partition_id: str) -> list[GroupFacts]:
         """Return what is known of the finished groups of a partition, in the order of their arrival."""
+        self._see()
         return list(self._partition(partition_id).values())
 
     def flying(self, partition_id: str) -> list[Flight]:
         """Return the groups of a partition that were asked for and are not finished."""
         self._partition(partition_id)
+        self._see()
         return list(self._flying[partition_id])
 
     def take(self, group_ids: Sequence[str], step: int) -> tuple[BatchRef, dict[str, float]]:
@@ -192,18 +198,23 @@ class LocalReplayBuffer(ReplayBuffer):
             The batch, and ``replay/ready`` (finished groups that remain), ``replay/in_flight`` (groups that were asked
             for and are not finished), ``replay/failed`` (members of the batch's groups that ended in an error),
             ``replay/staleness_mean`` and ``_max`` (train steps between the weights that sampled them and the step's),
-            ``replay/reused`` (groups that were trained before) and ``replay/dropped/WHY`` (groups that were dropped
-            since the batch before).
+            ``replay/reused`` (groups that were trained before), ``replay/reissued`` (what was played anew since the
+            batch before) and ``replay/dropped/WHY`` (groups that were dropped since).
 
         Raises:
             TrainError: No finished group has such an id, or they are of two partitions.
         """
+        return self._on_loop(lambda: self._take(group_ids, step))
+
+    def _take(self, group_ids: Sequence[str], step: int) -> tuple[BatchRef, dict[str, float]]:
         partition = next((name for name, held in self._ready.items() if held.keys() >= set(group_ids)), None)
         if partition is None or len(set(group_ids)) < len(group_ids):
             raise TrainError(
                 f"step {step} takes {', '.join(group_ids)}: not finished groups of one partition, each once"
             )
         held = self._ready[partition]
+        if partition == "train":
+            self._step = step
         self._store.take(step, group_ids)
         facts = [held.pop(group_id) for group_id in group_ids]
         ref = BatchRef(self._next_batch, tuple(group_ids), tuple(each.key for each in facts))
@@ -221,6 +232,7 @@ class LocalReplayBuffer(ReplayBuffer):
             "replay/failed": float(sum(each.failed for each in facts)),
             "replay/staleness_mean": sum(ages) / max(1, len(ages)),
             "replay/staleness_max": float(max(ages, default=0)),
+            "replay/reissued": float(self._counted_reissues()),
             "replay/reused": float(sum(each.uses > 0 for each in facts)),
             **{f"replay/dropped/{why}": float(count) for why, count in dropped.items()},
         }
@@ -302,20 +314,10 @@ class LocalReplayBuffer(ReplayBuffer):
             )
         return batch_size
 
-    def _raised(self, step: int) -> TurnwiseError:
-        error = self._error
-        if isinstance(error, TurnwiseError):
-            return error
-        return TrainError(f"rollouts ended at step {step}: {type(error).__name__}: {error}")
-
     def _partition(self, name: str) -> dict[str, GroupFacts]:
         if name not in self._ready:
             raise TrainError(f"partition is {name!r}; allowed: {', '.join(PARTITIONS)}")
         return self._ready[name]
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _without_flights(strategy: Strategy, ready: Sequence[GroupFacts], step: int, taken: int, batch_size: int) -> Choice:

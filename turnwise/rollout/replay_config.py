@@ -64,6 +64,8 @@ class ReplayConfig(BaseModel):
         max_uses: ``mixed``: how many batches a group may be part of, its first included.
         keep_groups: ``mixed``: how many trained groups stay.
         filter_groups: Leave out groups whose members all earned the same, whatever the strategy; None leaves out none.
+        buffer: Your own :class:`~turnwise.rollout.replay.LocalReplayBuffer` as ``path/to/file.py:Class``, with the
+            arguments of its constructor as ``{name: ..., config: {...}}``.
         memory_mb: Memory for groups that wait, in units of 2**20 bytes: beyond it the oldest are read from disk again
             when they are trained. The batch that is being trained comes on top.
     """
@@ -78,6 +80,7 @@ class ReplayConfig(BaseModel):
     stored_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
     max_uses: PositiveInt = 2
     keep_groups: PositiveInt = 256
+    buffer: Annotated[NamedConfig | None, BeforeValidator(_named)] = None
     filter_groups: FilterGroupsConfig | None = None
     memory_mb: PositiveInt = 1024
 

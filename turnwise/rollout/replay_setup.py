@@ -1,19 +1,20 @@
 """From the ``replay:`` section to what it stands for.
 
-Owns: :data:`STRATEGIES`, :func:`make_strategy`, :func:`make_buffer` and :func:`make_admission`.
+Owns: :data:`STRATEGIES`, :func:`make_strategy`, :func:`check_replay`, :func:`make_buffer` and :func:`make_admission`.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from turnwise.errors import ConfigError
 from turnwise.references import load_class_from_fqn
 from turnwise.rollout.admission import Admission
 from turnwise.rollout.core import ReplayBuffer
 from turnwise.rollout.journal import Journal
+from turnwise.rollout.own_buffer import OwnBuffer, own_class
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.rollout.strategies import Arrival, Bounded, Mixed, OnPolicy, Prioritised, Strategy
@@ -105,14 +106,28 @@ def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
         raise ConfigError(f"{KEY} {name!r} cannot be made with its config {arguments}: {error}") from error
 
 
+def check_replay(config: ReplayConfig, facts: RunFacts) -> None:
+    """See that strategy and buffer are there.
+
+    Raises:
+        ConfigError: As :func:`make_buffer`.
+    """
+    make_strategy(config, facts)
+    if config.buffer is not None:
+        own_class(config.buffer.name)
+
+
 def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> ReplayBuffer:
     """Make the buffer of a run, which notes in its journal what it holds and hands out.
 
     Raises:
-        ConfigError: As :func:`make_strategy`.
+        ConfigError: As :func:`make_strategy`, and where a buffer of one's own cannot be made.
     """
     strategy = make_strategy(config, facts)
-    return LocalReplayBuffer(strategy, journal, members=facts.members, tail=facts.tail, memory_mb=config.memory_mb)
+    kept: dict[str, Any] = {"members": facts.members, "tail": facts.tail, "memory_mb": config.memory_mb}
+    if config.buffer is not None:
+        return OwnBuffer.make(config.buffer, strategy, journal=journal, **kept)
+    return LocalReplayBuffer(strategy, journal, **kept)
 
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> Admission:

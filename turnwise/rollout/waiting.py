@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from turnwise.errors import TrainError
+from turnwise.errors import TrainError, TurnwiseError
 
 T = TypeVar("T")
 
@@ -39,11 +39,13 @@ class Waiting:
         Raises:
             TurnwiseError: No further group will come: the producer ended with this error.
         """
-        event, seen = self._changed, _SEEN.get()
-        if seen is None or seen == self._changes:
-            self._check()
-            await event.wait()
+        seen = _SEEN.get()
         self._check()
+        if seen is None or seen == self._changes:
+            await self._changed.wait()
+            self._check()
+        # Whoever waits twice without looking waits for two changes.
+        self._see()
 
     def wait(self) -> None:
         """Wait as :meth:`changed` does, in a thread: what a plain ``def sample`` calls.
@@ -60,6 +62,7 @@ class Waiting:
             self._blocked.add(blocked)
         try:
             blocked.result()
+            self._see()
         finally:
             with self._lock:
                 self._blocked.discard(blocked)
@@ -99,12 +102,17 @@ class Waiting:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._raised() from self._error
+    def _counted_reissues(self) -> int:
+        """Return how many there were since this was last asked."""
+        count, self._reissued = self._reissued, 0
+        return count
 
-    def _raised(self) -> BaseException:
-        raise NotImplementedError
+    def _check(self) -> None:
+        error = self._error
+        if isinstance(error, TurnwiseError):
+            raise error
+        if error is not None:
+            raise TrainError(f"rollouts ended: {type(error).__name__}: {error}") from error
 
 
 def _running() -> asyncio.AbstractEventLoop | None:

@@ -58,6 +58,7 @@ METRICS: dict[str, str] = {
     "replay/in_flight": "groups that were asked for and are not finished",
     "replay/staleness_mean": "train steps between the oldest weights that sampled a group and the step's, mean",
     "replay/staleness_max": "the same, of the group of the batch that is furthest behind",
+    "replay/reissued": "episodes and groups that were played anew because whoever had them was lost",
     "replay/reused": "groups of the batch that were trained before (strategy mixed)",
     "replay/short": "groups that the step lacks: so many were dropped that no more were asked for",
     "replay/dropped/*": "finished groups that were dropped and never trained, by why",

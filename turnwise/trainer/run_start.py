@@ -16,7 +16,7 @@ from turnwise.evaluation.runner import load_eval_tasks
 from turnwise.inference.core import Renderer
 from turnwise.inference.frozen import load_renderers
 from turnwise.rollout.managers import check_manager
-from turnwise.rollout.replay_setup import make_strategy
+from turnwise.rollout.replay_setup import check_replay
 from turnwise.tasks import Task
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, restore_rng
 from turnwise.trainer.config import TrainConfig
@@ -58,7 +58,7 @@ async def read_start(
     """Read everything that can be wrong; change nothing."""
     began = time.monotonic()
     check_manager(config.rollout, config.custom)
-    make_strategy(config.replay, config.replay_facts)
+    check_replay(config.replay, config.replay_facts)
     load_credit(config.algorithm.credit)
     check_loggers(config.loggers)
     hooks = load_hooks(config.hooks)

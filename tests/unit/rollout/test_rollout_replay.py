@@ -82,7 +82,7 @@ async def test_failure_reaches_waiters_and_later_callers() -> None:
         await buffer.sample(2, "train", 1)
     other = LocalReplayBuffer()
     other.fail(ValueError("boom"))
-    with pytest.raises(TrainError, match="rollouts ended at step 3: ValueError: boom"):
+    with pytest.raises(TrainError, match="rollouts ended: ValueError: boom"):
         await other.sample(3, "train", 1)
 
 
