@@ -4,9 +4,10 @@ Owns: :class:`Judge`. The patch is applied, whatever it changed of tests and the
 tests are added, they run, and what they report is read. Refuses: getting the patch (``workspace.py``), deciding what
 statuses are worth (``verdict.py``), and opening sandboxes.
 
-A solution runs in the same process as its tests. What pytest reports comes from a plugin (``guard/``) with a message
-code that is keyed for this run, so a log that looks right, a process that ends early and a pytest that was changed pass
-nothing. Other frameworks are read from their logs, between marks that are new for every run.
+A solution runs in the same process as its tests. What pytest reports comes from a plugin (``guard/``), by a process of
+its own, with a message code that is keyed for this run, so a log that looks right, a process that ends early and a
+pytest that was changed pass nothing. Other frameworks are read from their logs, between marks that are new for every
+run.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ Channel: TypeAlias = Literal["auto", "report", "log"]
 
 MOST_LOG: Final = 8 * 2**20
 _TAIL: Final = 4_000
+_MOST_FILES: Final = 200
+_WORDS: Final = (
+    *("settrace", "setprofile", "get_objects", "get_referrers", "get_referents"),
+    *("ctypes", "/mem", "__eq__", "_getframe", "tb_frame", "gi_frame", "cr_frame", "ag_frame"),
+)
+"""What cheats are written with, and honest files now and then: not held against those that had it, or need it."""
 
 
 class Judge:
@@ -198,18 +205,20 @@ class Judge:
 
     async def _guard(self, box: Sandbox, place: Place, folder: str, nonce: str, key: bytes) -> dict[str, str]:
         """Put the plugin where the tests run, and return the variables that load it."""
-        plugin = (resources.files("turnwise.envs.swe") / "guard" / "plugin.py").read_bytes()
-        # Nothing in the repository can have this name.
+        # Nothing in the repository can have these names.
         module = f"guard_{nonce}"
-        await box.write_file(f"{folder}/{module}.py", plugin)
+        for name, source in ((module, "plugin.py"), (f"comparisons_{nonce}", "comparisons.py")):
+            text = (resources.files("turnwise.envs.swe") / "guard" / source).read_bytes()
+            await box.write_file(f"{folder}/{name}.py", text)
         files = {}
         for path in sorted(touched(self.instance.test_patch) | set(self.instance.files)):
-            name = f"{place.workdir}/{path}"
+            where = f"{place.workdir}/{path}"
             try:
-                files[name] = hashlib.sha256(await box.read_file(name)).hexdigest()
+                files[where] = hashlib.sha256(await box.read_file(where)).hexdigest()
             except SandboxFileError:
                 continue  # what a test patch removes
         settings = {"key": key.hex(), "report": f"{folder}/report.json", "files": files}
+        settings["changed"] = await self._words(box, place)
         await box.write_file(f"{folder}/settings.json", json.dumps(settings).encode(), mode=0o600)
         before = self.instance.env.get("PYTHONPATH") or box.spec.env.get("PYTHONPATH")
         return {
@@ -217,6 +226,18 @@ class Judge:
             "PYTHONPATH": f"{folder}:{before}" if before else folder,
             "TURNWISE_REPORT": f"{folder}/settings.json",
         }
+
+    async def _words(self, box: Sandbox, place: Place) -> dict[str, list[str]]:
+        """Return the Python files of the solution, each with the suspicious words that are in its place there."""
+        tests = touched(self.instance.test_patch) | set(self.instance.files)
+        names = [name for name in await self._changed(box) if name.endswith(".py") and name not in tests]
+        found = {}
+        for name in names[:_MOST_FILES]:
+            before = (await git(box, "show", f"HEAD:{name}", max_output=MOST_LOG)).text
+            found[f"{place.workdir}/{name}"] = [
+                word for word in _WORDS if word in before or word in self.instance.patch
+            ]
+        return found
 
     async def _report(self, box: Sandbox, folder: str, key: bytes) -> tuple[Statuses, str]:
         try:

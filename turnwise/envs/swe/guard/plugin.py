@@ -1,19 +1,24 @@
 """A plugin of pytest that reports what became of each test, past the log that tests can write to.
 
-Owns: the report: a status per test, and a message code over it, keyed with what was read, and removed, before anything
-of the repository was imported. A test has passed only if pytest says so and this plugin saw it run without an
-exception, and if nothing of pytest, pluggy, unittest, ast and the builtins was replaced meanwhile, and no file of tests
-was changed. It has failed as expected only if its own file or a ``conftest.py`` says that it may. Refuses: the
-package: it is copied alone to where the tests run, and runs on Python 3.6 and newer.
+Owns: the report: a status per test, and a message code over it. A second process keeps both, and the key; it is made
+before anything of the repository is imported, and nothing that it was told is taken back. A test has passed only if
+pytest says so and this plugin saw it run without an exception, and if nothing of pytest, pluggy, unittest, ast and the
+builtins was replaced meanwhile, no file of tests was changed, and no code of the solution traced its caller, searched
+the process or is equal to everything. It has failed as expected only if its own file or a ``conftest.py`` says that it
+may. Refuses: the package: it is copied beside ``comparisons.py`` to where the tests run, on Python 3.6 and newer.
 """
 
 import builtins
+import contextlib
 import functools
 import hashlib
 import hmac
+import importlib
 import json
 import os
+import socket
 import sys
+import threading
 import types
 from typing import Any
 
@@ -28,18 +33,18 @@ _HOOKS = (
     "pytest_runtest_makereport",
     "pytest_runtest_logreport",
 )
-
-
-def _settings() -> Any:
-    """Read and remove what the judge left for this run, so that nothing that is imported later finds it."""
-    path = os.environ.pop("TURNWISE_REPORT", "")
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        os.unlink(path)
-    except OSError:
-        return None
-    return found
+_SUSPECT = {
+    "sys.settrace": "settrace",
+    "sys.setprofile": "setprofile",
+    "gc.get_objects": "get_objects",
+    "gc.get_referrers": "get_referrers",
+    "gc.get_referents": "get_referents",
+    "sys._getframe": "_getframe",
+}
+_FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
+"""What no solution does without need, as the interpreter tells of it, by the word with which it is written."""
+_BETWEEN = ("ctypes", "threading", "bdb", "pdb", "inspect")
+"""Modules that do such things for others."""
 
 
 def _functions() -> Any:
@@ -71,28 +76,101 @@ def _held(name: str, owner: str, key: str) -> Any:
     return place.get(key)
 
 
-class _Guard:
-    """Keeps what it saw of each test; made once, before the repository is imported."""
+def _keeper(path: str) -> Any:
+    """Start the process that keeps the report and alone learns the key; return the connection to it."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child:
+        theirs.close()
+        os.waitpid(child, 0)
+        return ours
+    try:
+        # Nobody's child and of no group that tests may end.
+        os.setsid()
+        if not os.fork():
+            ours.close()
+            _keep(path, theirs)
+    finally:
+        os._exit(0)
 
-    def __init__(self, settings: Any) -> None:
-        self._sign = functools.partial(hmac.new, bytes.fromhex(settings["key"]), digestmod=hashlib.sha256)
-        self._target = settings["report"]
+
+def _keep(path: str, connection: Any) -> None:
+    """Read and remove what the judge left for this run, take what is told, and write the report when the end is."""
+    with open(path, encoding="utf-8") as file:
+        settings = json.load(file)
+    os.unlink(path)
+    with contextlib.suppress(ImportError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: its memory is not to be looked into
+    key, word = bytes.fromhex(settings.pop("key")), os.urandom(16).hex()
+    connection.sendall(json.dumps(dict(settings, word=word)).encode() + b"\n")
+    statuses: Any = {}
+    wrong: Any = []
+    with connection.makefile("rb") as told:
+        for line in told:
+            said, _, message = line.decode("utf-8", "replace").partition(" ")
+            kind, name, value = json.loads(message) if said == word else ("wrong", "a message of another", None)
+            if kind == "wrong" and name not in wrong:
+                wrong.append(name)
+            elif kind == "status" and statuses.get(name) not in ("FAILED", "ERROR"):
+                statuses[name] = value
+            elif kind == "end":
+                text = json.dumps({"tests": statuses, "wrong": wrong[:20], "exit": value})
+                code = hmac.new(key, text.encode(), digestmod=hashlib.sha256).hexdigest()
+                with open(settings["report"], "w", encoding="utf-8") as file:
+                    json.dump({"text": text, "code": code}, file)
+                connection.sendall(b"kept")
+                return
+
+
+class _Guard:
+    """Tells what it saw of each test; made once, before the repository is imported."""
+
+    def __init__(self, keeper: Any) -> None:
+        with keeper.makefile("rb") as said:
+            settings = json.loads(said.readline().decode())
+        self._keeper = keeper
+        self._word = settings["word"].encode()
         self._files = settings["files"]
+        self._changed = {os.path.realpath(path): words for path, words in settings["changed"].items()}
         self._functions: Any = {}
         self._builtins: Any = {}
         self._own: Any = set()
         self._hooks: Any = {}
         self._seen: Any = {}
-        self._statuses: Any = {}
-        self._wrong: Any = []
         self._pid = os.getpid()
+        self._looking: Any = set()
         self._distributed = False
         self._codes: Any = {}
         self._may_fail: Any = set()
 
+    def _tell(self, kind: str, name: str, value: Any = None) -> None:
+        if os.getpid() == self._pid:
+            self._keeper.sendall(self._word + b" " + json.dumps([kind, name, value]).encode() + b"\n")
+
     def _complain(self, what: str) -> None:
-        if what not in self._wrong:
-            self._wrong.append(what)
+        self._tell("wrong", what)
+
+    def audit(self, event: str, given: Any) -> None:
+        """Look at what the interpreter tells of: whether a solution does what only a search or a trace needs."""
+        word = _SUSPECT.get(event)
+        if word is None and event.startswith("ctypes."):
+            word = "ctypes"
+        elif event == "open" and isinstance(given[0], str) and given[0].startswith("/proc/"):
+            word = "/mem" if given[0].endswith("/mem") else None
+        elif event == "object.__getattr__" and given[1] in _FRAMES:
+            word = given[1]
+        thread = threading.get_ident()
+        if word is None or thread in self._looking:
+            return
+        self._looking.add(thread)
+        try:
+            path = _asking(sys._getframe(1))
+            if path in self._changed and word not in self._changed[path]:
+                self._complain("used by the solution: " + word)
+        finally:
+            self._looking.discard(thread)
 
     def _look(self, everything: bool) -> None:
         for (name, owner, key), (value, code) in self._functions.items():
@@ -116,8 +194,12 @@ class _Guard:
 
     def watch(self) -> None:
         """Take what is there as what has to stay."""
+        comparisons = importlib.import_module(__name__.replace("guard_", "comparisons_"))
         self._functions = _functions()
         self._builtins = dict(vars(builtins))
+        for path, words in self._changed.items():
+            if "__eq__" not in words and comparisons.equal_to_all(_text(path)):
+                self._complain("equal to everything: a class of " + os.path.basename(path))
         # One part of pytest replaces methods of others while it starts.
         self._own = {id(value) for (name, _, _), (value, _) in self._functions.items() if name == "_pytest.legacypath"}
 
@@ -133,7 +215,7 @@ class _Guard:
     def pytest_collectreport(self, report: Any) -> None:
         self._look(everything=True)
         if report.failed:
-            self._statuses.setdefault(report.nodeid, "ERROR")
+            self._tell("status", report.nodeid, "ERROR")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_itemcollected(self, item: Any) -> None:
@@ -189,19 +271,34 @@ class _Guard:
         elif report.when == "call" and not hasattr(report, "wasxfail"):
             seen = self._distributed or self._seen.get(report.nodeid, False)
             status = "PASSED" if seen else "FAILED"
-        held = self._statuses.get(report.nodeid)
-        if status is not None and held not in ("FAILED", "ERROR"):
-            self._statuses[report.nodeid] = status
+        if status is not None:
+            self._tell("status", report.nodeid, status)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
         if os.getpid() != self._pid:
             return
         self._look(everything=True)
-        body = {"tests": self._statuses, "wrong": self._wrong[:20], "exit": int(exitstatus)}
-        text = json.dumps(body)
-        with open(self._target, "w", encoding="utf-8") as file:
-            json.dump({"text": text, "code": self._sign(text.encode()).hexdigest()}, file)
+        self._tell("end", "", int(exitstatus))
+        with contextlib.suppress(OSError):
+            self._keeper.shutdown(socket.SHUT_WR)
+            self._keeper.recv(4)
+
+
+@functools.lru_cache(maxsize=4096)
+def _real(path: str) -> str:
+    return str(os.path.realpath(path))
+
+
+def _asking(frame: Any) -> str:
+    """Return the file of the code that asks for something, be it through others or by code that it made."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        name = str(frame.f_globals.get("__name__")).split(".")[0]
+        if not path.startswith("<") and name not in _BETWEEN:
+            return _real(path)
+        frame = frame.f_back
+    return ""
 
 
 def _code_of(function: Any) -> Any:
@@ -270,8 +367,8 @@ def _digest(path: str) -> str:
 
 
 def _begin() -> Any:
-    settings = _settings()
-    return None if settings is None else _Guard(settings)
+    path = os.environ.pop("TURNWISE_REPORT", "")
+    return _Guard(_keeper(path)) if os.path.exists(path) else None
 
 
 # Now: what is imported later does not find the key.
@@ -283,9 +380,13 @@ def pytest_load_initial_conftests() -> None:
     """Begin to watch, after installed plugins were loaded, some of which change pytest, and before any conftest.py."""
     if _GUARD is not None:
         _GUARD.watch()
+        if hasattr(sys, "addaudithook"):
+            sys.addaudithook(_GUARD.audit)
 
 
 def pytest_configure(config: Any) -> None:
     """Begin to report; a process that the judge did not start has nothing to report."""
     if _GUARD is not None:
         config.pluginmanager.register(_GUARD, "turnwise-guard")
+        # Not to be found by its name.
+        sys.modules.pop(__name__, None)

@@ -1,0 +1,44 @@
+"""Comparisons that hold everything for equal, which pass any test that compares.
+
+Owns: :func:`equal_to_all`. Refuses: the package: it is copied to where the tests run, beside ``plugin.py``, and runs on
+Python 3.6 and newer.
+"""
+
+import ast
+from typing import Any
+
+
+def equal_to_all(text: str) -> bool:
+    """Whether a text of Python has a comparison that does not look at what it compares with."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    found: Any = [each for each in nodes if isinstance(each, ast.FunctionDef) and each.name == "__eq__"]
+    for node in nodes:
+        if isinstance(node, ast.Assign) and _is_lambda(node.value):
+            found += [node.value for to in node.targets if getattr(to, "id", getattr(to, "attr", "")) == "__eq__"]
+        elif isinstance(node, ast.Dict):
+            names = [_constant(key) for key in node.keys]
+            found += [each for at, each in enumerate(node.values) if names[at] == "__eq__" and _is_lambda(each)]
+    return any(_takes_all(each) for each in found)
+
+
+def _is_lambda(node: Any) -> bool:
+    return isinstance(node, ast.Lambda)
+
+
+def _constant(node: Any) -> Any:
+    return getattr(node, "value", getattr(node, "s", None))
+
+
+def _takes_all(function: Any) -> bool:
+    """Whether a comparison never reads its second argument, and says that both are equal."""
+    names = [each.arg for each in function.args.args]
+    inner = list(ast.walk(function))
+    if len(names) > 1 and any(isinstance(each, ast.Name) and each.id == names[1] for each in inner):
+        return False
+    said = (
+        [function.body] if isinstance(function, ast.Lambda) else [x.value for x in inner if isinstance(x, ast.Return)]
+    )
+    return any(getattr(each, "id", "") != "NotImplemented" and _constant(each) is not False for each in said)
