@@ -16,20 +16,22 @@ def equal_to_all(text: str) -> bool:
         return False
     found: Any = [each for each in nodes if isinstance(each, ast.FunctionDef) and each.name == "__eq__"]
     for node in nodes:
-        if isinstance(node, ast.Assign) and _is_lambda(node.value):
-            found += [node.value for to in node.targets if getattr(to, "id", getattr(to, "attr", "")) == "__eq__"]
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            found += [node.value for to in node.targets if isinstance(to, ast.Name) and to.id == "__eq__"]
+            found += [node.value for to in node.targets if isinstance(to, ast.Attribute) and to.attr == "__eq__"]
         elif isinstance(node, ast.Dict):
             names = [_constant(key) for key in node.keys]
-            found += [each for at, each in enumerate(node.values) if names[at] == "__eq__" and _is_lambda(each)]
+            found += [
+                each for at, each in enumerate(node.values) if names[at] == "__eq__" and isinstance(each, ast.Lambda)
+            ]
     return any(_takes_all(each) for each in found)
 
 
-def _is_lambda(node: Any) -> bool:
-    return isinstance(node, ast.Lambda)
-
-
 def _constant(node: Any) -> Any:
-    return getattr(node, "value", getattr(node, "s", None))
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
 
 
 def _takes_all(function: Any) -> bool:
@@ -38,7 +40,12 @@ def _takes_all(function: Any) -> bool:
     inner = list(ast.walk(function))
     if len(names) > 1 and any(isinstance(each, ast.Name) and each.id == names[1] for each in inner):
         return False
-    said = (
-        [function.body] if isinstance(function, ast.Lambda) else [x.value for x in inner if isinstance(x, ast.Return)]
-    )
-    return any(getattr(each, "id", "") != "NotImplemented" and _constant(each) is not False for each in said)
+    if isinstance(function, ast.Lambda):
+        said = [function.body]
+    else:
+        said = [each.value for each in inner if isinstance(each, ast.Return) and each.value is not None]
+    return not all(_says_no(each) for each in said)
+
+
+def _says_no(node: Any) -> bool:
+    return (isinstance(node, ast.Name) and node.id == "NotImplemented") or _constant(node) is False

@@ -380,7 +380,7 @@ def pytest_load_initial_conftests() -> None:
     """Begin to watch, after installed plugins were loaded, some of which change pytest, and before any conftest.py."""
     if _GUARD is not None:
         _GUARD.watch()
-        if hasattr(sys, "addaudithook"):
+        if "addaudithook" in vars(sys):  # new in Python 3.8
             sys.addaudithook(_GUARD.audit)
 
 
