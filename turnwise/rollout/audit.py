@@ -13,7 +13,7 @@ code than the session's and the trainer's. What it proves:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from turnwise.agents.roles import TRAINED
 from turnwise.errors import AuditError, FormatError
 from turnwise.inference.ledger import Ledger, LedgerEntry, read_ledger
 from turnwise.rollout.batches import Batches, BatchRow, read_batches, row_digest
+from turnwise.rollout.journal import PENDING
 from turnwise.rollout.writer import read_trajectories
 from turnwise.trajectory import Segment, Trajectory, to_samples
 from turnwise.types import TokenIds
@@ -72,7 +73,9 @@ def audit_files(run: Path) -> AuditReport:
     try:
         ledger = read_ledger(run / LEDGER)
         batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
-        _Audit(ledger, batches, report).all(read_trajectories(run / TRAJECTORIES))
+        pending = run / PENDING
+        waiting = {each.id for each in read_trajectories(pending)} if pending.is_file() else set()
+        _Audit(ledger, batches, report, waiting).all(read_trajectories(run / TRAJECTORIES))
     except FormatError as error:
         report.contradictions.append(str(error))
     if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:
@@ -98,8 +101,9 @@ def _nothing(run: Path, count: int) -> AuditError:
 class _Audit:
     """One pass over the trajectories; the ledger and the batches are held in memory."""
 
-    def __init__(self, ledger: Ledger, batches: Batches, report: AuditReport) -> None:
+    def __init__(self, ledger: Ledger, batches: Batches, report: AuditReport, pending: Collection[str]) -> None:
         self._report = report
+        self._pending = pending
         self._batches = batches
         self._calls: defaultdict[str, list[LedgerEntry]] = defaultdict(list)
         self._closed = ledger.closed_parts
@@ -267,6 +271,9 @@ class _Audit:
         report = self._report
         for session, calls in self._calls.items():
             if session in seen:
+                continue
+            if session in self._pending:
+                report.counts["sessions whose group reward is still to come"] += 1
                 continue
             if calls[-1].part in self._closed:
                 report.contradictions.append(f"session {session}: {len(calls)} calls in the ledger, but no trajectory")
