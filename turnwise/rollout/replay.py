@@ -115,8 +115,10 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
             TrainError: Its partition is unknown, or the disk refuses.
         """
         ready, flying = self._partition(group.partition), self._flying[group.partition]
-        # A manager from elsewhere names groups as it likes: what was asked for is told by the task.
-        flight = next((each for each in flying if each.task_id == group.task_id), None)
+        # Our ids end with what was asked for: a task may be on its way in two epochs at once. A manager from elsewhere
+        # names groups as it likes: there the task tells.
+        mine = [each for each in flying if each.task_id == group.task_id]
+        flight = next((each for each in mine if group.id.endswith(f"-{each.key}")), mine[0] if mine else None)
         if flight is not None:
             flying.remove(flight)
         # It may give two of them one name, too.
