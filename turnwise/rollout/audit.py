@@ -8,6 +8,7 @@ code than the session's and the trainer's. What it proves:
    are, as a multiset of (prompt, completion, logprobs, version spans, finish reason), its trajectory's turns.
 2. Segments are sound: sampled and context segments alternate, logprobs and spans cover sampled ids, and only those.
 3. Over all rows of a trajectory each sampled id was trained exactly once, and nothing else was.
+4. What was trained in a step is what the journal gave to that step; all that finished is counted by what became of it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from turnwise.errors import AuditError, FormatError
 from turnwise.inference.ledger import Ledger, LedgerEntry, read_ledger
 from turnwise.rollout.batches import Batches, BatchRow, read_batches, row_digest
 from turnwise.rollout.journal import PENDING
+from turnwise.rollout.journal_audit import account
+from turnwise.rollout.journal_lines import JOURNAL
 from turnwise.rollout.writer import read_trajectories
 from turnwise.trajectory import Segment, Trajectory, to_samples
-from turnwise.types import TokenIds
+from turnwise.types import StopReason, TokenIds
 
 LEDGER, TRAJECTORIES, BATCHES = "ledger.jsonl", "trajectories.jsonl", "batches.jsonl"
 _TEXT = "text"
@@ -75,7 +78,12 @@ def audit_files(run: Path) -> AuditReport:
         batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
         pending = run / PENDING
         waiting = {each.id for each in read_trajectories(pending)} if pending.is_file() else set()
-        _Audit(ledger, batches, report, waiting).all(read_trajectories(run / TRAJECTORIES))
+        audit = _Audit(ledger, batches, report, waiting)
+        audit.all(read_trajectories(run / TRAJECTORIES))
+        if (run / JOURNAL).is_file():
+            journal = account(run / JOURNAL)
+            report.counts.update(journal.fates(audit.finished))
+            report.contradictions += journal.untaken({row.trajectory: row.step for row in batches.rows})
     except FormatError as error:
         report.contradictions.append(str(error))
     if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:
@@ -112,6 +120,7 @@ class _Audit:
         self._rows: defaultdict[str, list[BatchRow]] = defaultdict(list)
         for row in batches.rows:
             self._rows[row.trajectory].append(row)
+        self.finished: list[str] = []
         report.counts.update({"model calls in the ledger": len(ledger.entries), "train steps": batches.steps})
         report.counts["rows trained"] = len(batches.rows)
         if batches.rolled_back:
@@ -129,6 +138,9 @@ class _Audit:
                 self._say(trajectory, "stands twice in the file")
                 continue
             seen.add(trajectory.id)
+            ended = trajectory.error is None and trajectory.stop_reason is not StopReason.CANCELLED
+            if ended and trajectory.partition == "train" and trajectory.policy == TRAINED:
+                self.finished.append(trajectory.id)
             if trajectory.recorded == _TEXT:
                 counts[_OF_TEXT] += 1
                 self._text(trajectory)
