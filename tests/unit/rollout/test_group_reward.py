@@ -21,8 +21,10 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.group_reward import GroupRewarder
+from turnwise.rollout.journal import Journal
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.writer import read_trajectories
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -105,10 +107,11 @@ def script(request):
     return "fail" if "hurt" in request.session_id and member == 1 else "x" * (member + 1)
 
 
-async def make(group_reward, *, written=None, buffer=None, answers=script, **config):
+async def make(group_reward, *, written=None, buffer=None, answers=script, parts=None, **config):
     renderer = ToyRenderer()
     section = {"env": {"name": "test-talk"}, "group_size": 3, "retries": 0, "group_reward": group_reward, **config}
-    parts = RolloutParts(renderer, write=None if written is None else written.append)
+    write = None if written is None else written.append
+    parts = RolloutParts(renderer, **{"write": write} if parts is None else parts)
     client = ScriptedClient(renderer, answers)
     return await RolloutProducer.create(load_config(RolloutConfig, defaults=section), client, buffer, parts)
 
@@ -258,6 +261,46 @@ async def test_what_a_cancelled_group_leaves_is_written_as_an_error():
     await producer.close()
     assert [each.stop_reason for each in written] == [StopReason.CANCELLED] * 3
     assert {each.error for each in written} == {"the group was cancelled before its group reward"}
+
+
+@pytest.mark.parametrize("reward", [None, "by_length"])
+async def test_a_later_process_rolls_out_the_missing_members_only(tmp_path, reward):
+    """The first process ends while its third member runs; the second one samples that member alone."""
+    request, asked = RolloutRequest(Task("a", "go"), group_size=3), []
+    held = asyncio.Event()
+
+    async def answers(call):
+        member = int(call.session_id.rpartition("/")[2].split(".")[0])
+        asked.append((call.session_id[0], member))
+        if member == 2 and call.session_id.startswith("0"):
+            held.set()
+            await asyncio.Event().wait()
+        return "x" * (member + 1)
+
+    for part in (0, 1):
+        journal = Journal.open(tmp_path, part=part)
+        buffer = LocalReplayBuffer(journal=journal)
+        parts = {"write": journal.write, "journal": journal, "run_part": str(part)}
+        function = reward and f"{__name__}:{reward}"
+        producer = await make(function, buffer=buffer, answers=answers, parts=parts, concurrency=1)
+        assert not buffer.expect(request, 0)
+        producer.generate_sequences([request])
+        async with asyncio.timeout(30):
+            if part == 0:
+                await held.wait()
+            else:
+                ref, _ = await buffer.sample(1, "train", 1)
+                [group] = await buffer.fetch(ref)
+        await producer.close()
+        journal.close()
+    assert {member for part, member in asked if part == "1"} == {2}
+    assert group.id == "0-train-a-e0"
+    names = ["0-train-a-e0/0.0", "0-train-a-e0/1.0", "1-train-a-e0/2.0"]
+    assert [each.id for each in group.trajectories] == names
+    written = {each.id: each for each in read_trajectories(tmp_path / "trajectories.jsonl")}
+    assert set(written) == {*names, "0-train-a-e0/2.0"}
+    if reward:
+        assert [written[name].metrics["group/group"] for name in names] == [10.0, 20.0, 30.0]
 
 
 @pytest.mark.parametrize("save", [True, False])
