@@ -32,6 +32,8 @@ AGENTS_BIN := .venv-agents/bin
 CLIENTS ?= openai==3.52.0 anthropic==2.11.0 langchain-openai==1.7.3 langchain-anthropic==1.7.7 openai-agents==0.24.0
 CLIENTS_BIN := .venv-clients/bin
 AGENTS_STAMPS := $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
+# Loggers whose packages are too large for every checkout.
+LOGGERS_STAMP := .venv/.turnwise-loggers-installed
 # Programs that sandboxes are tested with, and what brings those that are missing on Debian and Ubuntu.
 SANDBOX_PROGRAMS := bwrap dockerd busybox git bash
 SANDBOX_PACKAGES := bubblewrap docker.io busybox-static git bash
@@ -71,7 +73,7 @@ test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a c
 	$(TESTING) tests -m "long and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --timeout $(LIMIT_LONG) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
-test-real: real-needs sandbox-needs $(STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
+test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
 	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
@@ -86,6 +88,10 @@ test-real-again: $(STAMP)
 	$(BIN)/python .ci/no_skips.py .cache/real.xml skipped
 	$(TESTING) $(AGAIN) -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/again.xml
 	$(BIN)/python .ci/no_skips.py .cache/again.xml
+
+$(LOGGERS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow]"
+	@touch $@
 
 # What no target installs is looked for before anything is built.
 real-needs:
