@@ -7,7 +7,8 @@ code than the session's and the trainer's. What it proves:
 1. The ids of a branch, concatenated, are what the engine saw, turn by turn: the calls of a session in the ledger
    are, as a multiset of (prompt, completion, logprobs, version spans, finish reason), its trajectory's turns.
 2. Segments are sound: sampled and context segments alternate, logprobs and spans cover sampled ids, and only those.
-3. Over all rows of a trajectory each sampled id was trained exactly once, and nothing else was.
+3. Over all rows of a trajectory each sampled id was trained exactly once, and nothing else was; in one step, or in
+   as many as the run allows (``replay.max_uses``).
 4. What was trained in a step is what the journal gave to that step; all that finished is counted by what became of it.
 """
 
@@ -80,10 +81,10 @@ def audit_files(run: Path) -> AuditReport:
         waiting = {each.id for each in read_trajectories(pending)} if pending.is_file() else set()
         audit = _Audit(ledger, batches, report, waiting)
         audit.all(read_trajectories(run / TRAJECTORIES))
+        journal = account(run / JOURNAL)
+        report.contradictions += journal.misused((row.trajectory, row.step) for row in batches.rows)
         if (run / JOURNAL).is_file():
-            journal = account(run / JOURNAL)
             report.counts.update(journal.fates(audit.finished))
-            report.contradictions += journal.untaken({row.trajectory: row.step for row in batches.rows})
     except FormatError as error:
         report.contradictions.append(str(error))
     if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:
@@ -226,9 +227,6 @@ class _Audit:
         by_pass: defaultdict[tuple[int, int], list[BatchRow]] = defaultdict(list)
         for row in rows:
             by_pass[row.step, row.epoch].append(row)
-        if len({row.step for row in rows}) > 1:
-            steps = ", ".join(str(step) for step in sorted({row.step for row in rows}))
-            self._say(trajectory, f"was trained in more than one step: {steps}")
         expected = {sample.leaf: sample for sample in to_samples(trajectory, max_tokens=rows[0].max_tokens).rows}
         for (step, epoch), members in by_pass.items():
             for row in members:

@@ -1,16 +1,16 @@
 """Finished groups that wait: on disk where there is a journal, and in memory as far as that reaches.
 
-Owns: :class:`GroupStore`. Refuses: choosing and waiting (``replay.py``).
+Owns: :class:`GroupStore` and :func:`versions_of`. Refuses: choosing and waiting (``replay.py``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from turnwise.rollout.journal import Journal
 from turnwise.rollout.strategies import GroupFacts
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 _MB = 2**20
 
@@ -52,6 +52,19 @@ class GroupStore:
         if facts is not None:
             self._keys[facts.id] = key
         return facts
+
+    @property
+    def next_step(self) -> int:
+        """The step that a run begins or goes on with."""
+        return 1 if self._journal is None else self._journal.next_step
+
+    def begun_by(self, key: str, version: int) -> int:
+        """Return the oldest weights that sampled a member that an earlier process finished; none is newer than
+        ``version``.
+        """
+        found = None if self._journal is None else self._journal.found(key)
+        members = [] if found is None else list(found.members.values())
+        return min([version, *(each for member in members for each in versions_of(member))])
 
     def get(self, name: str) -> TrajectoryGroup:
         """Return a group, from disk where it is not in memory.
@@ -98,3 +111,11 @@ class GroupStore:
         self.cached_bytes += size
         while self.cached_bytes > self._budget and self._cached:
             self.cached_bytes -= self._cached.popitem(last=False)[1][1]
+
+
+def versions_of(trajectories: Iterable[Trajectory]) -> Iterator[int]:
+    """Yield the versions of the weights that sampled tokens of trajectories."""
+    for trajectory in trajectories:
+        for segment in trajectory.segments:
+            for version, _, _ in segment.weight_versions:
+                yield version

@@ -62,7 +62,13 @@ class Journal:
 
     @classmethod
     def open(
-        cls, directory: Path, *, part: int = 0, after_step: int = 0, say: Callable[[str], None] | None = None
+        cls,
+        directory: Path,
+        *,
+        part: int = 0,
+        after_step: int = 0,
+        max_uses: int = 1,
+        say: Callable[[str], None] | None = None,
     ) -> Self:
         """Open the journal of a run directory, for the only process that works in it.
 
@@ -71,6 +77,7 @@ class Journal:
             part: Number of this process among those that work on the run, from 0.
             after_step: The step of the checkpoint that it goes on from. What was taken for later steps is there again:
                 their weights are lost.
+            max_uses: How many steps may train a group: noted for the audit.
             say: Told what a kill or a power cut spoilt.
 
         Raises:
@@ -99,7 +106,7 @@ class Journal:
             journal = cls(directory, state, file, payloads)
             drop_lost(state, journal._file_of, payloads.path, path, say)
             journal._tell(orphans)
-            start = {"part": part, "after_step": after_step, "payload": payloads.size}
+            start = {"part": part, "after_step": after_step, "max_uses": max_uses, "payload": payloads.size}
             journal._note("start", schema_version=SCHEMA_VERSION, **start)
         return journal
 
@@ -191,6 +198,11 @@ class Journal:
             return None
         members = {number: self._read(stored) for number, stored in sorted(entry.members.items())}
         return Found(entry.group_id, members, entry.whole is not None)
+
+    @property
+    def next_step(self) -> int:
+        """The step after the checkpoint that this process went on from: a drop is noted for it until one is sampled."""
+        return self._state.starts[-1][1] + 1
 
     def facts(self, key: str, arrived: int) -> GroupFacts | None:
         """Return the facts of a group that is whole and not trained; no trajectory is read for it."""

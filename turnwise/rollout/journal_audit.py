@@ -6,8 +6,8 @@ other code, so that an error there shows.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,29 +23,39 @@ class Account:
         taken: The steps that count and were given a group, by its key.
         dropped: Why a group was dropped, by its key.
         orphans: Trajectories that finished and were noted nowhere before a kill.
+        max_uses: How many steps may train a group.
     """
 
     trajectories: dict[str, str] = field(default_factory=dict)
     taken: dict[str, list[int]] = field(default_factory=dict)
     dropped: dict[str, tuple[int, str]] = field(default_factory=dict)
     orphans: set[str] = field(default_factory=set)
+    max_uses: int = 1
 
     def fates(self, finished: Iterable[str]) -> Counter[str]:
         """Count finished trajectories by what became of them."""
         return Counter(self._fate(each) for each in finished)
 
-    def untaken(self, trained: Mapping[str, int]) -> list[str]:
-        """Return what contradicts the journal: trajectories that were trained in a step that was not given them.
+    def misused(self, trained: Iterable[tuple[str, int]]) -> list[str]:
+        """Return what contradicts the journal: trajectories that were trained in a step that was not given them, or in
+        more steps than the run allows.
 
         Args:
-            trained: The step in which each trajectory was trained.
+            trained: (trajectory, step) of each row that was trained.
         """
+        steps: defaultdict[str, set[int]] = defaultdict(set)
+        for name, step in trained:
+            steps[name].add(step)
         found = []
-        for name, step in trained.items():
-            key = self.trajectories.get(name)
-            if key is not None and step not in self.taken.get(key, ()):
-                given = ", ".join(map(str, self.taken.get(key, ()))) or "none"
-                found.append(f"trajectory {name}: trained in step {step}, but the journal gave its group to {given}")
+        for name, its in steps.items():
+            if len(its) > self.max_uses:
+                said = "more than one step" if self.max_uses == 1 else f"more than {self.max_uses} steps"
+                found.append(f"trajectory {name}: was trained in {said}: {', '.join(map(str, sorted(its)))}")
+            if (key := self.trajectories.get(name)) is None:
+                continue
+            taken = self.taken.get(key, [])
+            given = f"but the journal gave its group to {', '.join(map(str, taken)) or 'none'}"
+            found += [f"trajectory {name}: trained in step {step}, {given}" for step in sorted(its.difference(taken))]
         return found
 
     def _fate(self, name: str) -> str:
@@ -58,7 +68,7 @@ class Account:
 
 
 def account(file: Path) -> Account:
-    """Count the lines of a journal.
+    """Count the lines of a journal; one that is not there has none.
 
     Raises:
         FormatError: It is spoilt where no kill can have done it.
@@ -67,7 +77,7 @@ def account(file: Path) -> Account:
     for _, event in read_journal(file).events:
         kind = event["event"]
         if kind == "start":
-            after = int(event["after_step"])
+            after, found.max_uses = int(event["after_step"]), int(event.get("max_uses", 1))
             found.taken = {key: [step for step in steps if step <= after] for key, steps in found.taken.items()}
             found.dropped = {key: each for key, each in found.dropped.items() if each[0] <= after}
         elif kind in ("member", "group"):

@@ -4,9 +4,10 @@ Owns: :class:`JournalState`, a pure function of the events. Refuses: files (``jo
 
 Events, each with ``event`` and these keys::
 
-    start   part, after_step, payload    process ``part`` goes on from the checkpoint of a step; trajectories.jsonl
-                                         has ``payload`` bytes. Takes and drops of later steps are undone: what
-                                         they trained is in no weights any more
+    start   part, after_step, payload, max_uses    process ``part`` goes on from the checkpoint of a step;
+                                         trajectories.jsonl has ``payload`` bytes. Takes and drops of later steps are
+                                         undone: what they trained is in no weights any more. A group may be trained in
+                                         ``max_uses`` steps
     member  key, group, member, trajectories [, pending]    a member ended without an error
     group   key, group, head, facts, trajectories, baselines    a group is whole
     take    step, keys                   a train step was given these groups

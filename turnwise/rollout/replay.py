@@ -17,7 +17,7 @@ from functools import partial
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
-from turnwise.rollout.group_store import GroupStore
+from turnwise.rollout.group_store import GroupStore, versions_of
 from turnwise.rollout.journal import Journal
 from turnwise.rollout.members import MemberRule
 from turnwise.rollout.strategies import Arrival, Choice, Flight, GroupFacts, Strategy
@@ -61,8 +61,8 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
         self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
         self._batches: dict[int, list[GroupFacts]] = {}
-        # The last step that asked for groups to train: what is dropped is dropped by it.
-        self._step = 0
+        # The last step that asked for groups to train, before that the next one: what is dropped is dropped by it.
+        self._step = self._store.next_step
         # How many groups were handed out, by partition and step; of the newest step only.
         self._taken: dict[tuple[str, int], int] = {}
         self._next_batch = 0
@@ -72,13 +72,17 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self._dropped: Counter[str] = Counter()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Learn that a group was asked for. Where an earlier process finished it and none trained it, it is here."""
+        """Learn that a group was asked for. Where an earlier process finished it and none trained it, it is here; where
+        one finished members of it, it is as old as they are.
+        """
         ready = self._partition(request.partition)
-        if request.partition == "train" and (facts := self._store.restore(request.key, self._arrived)) is not None:
-            self._arrived += 1
-            ready[facts.id] = facts
-            self._notify()
-            return True
+        if request.partition == "train":
+            if (facts := self._store.restore(request.key, self._arrived)) is not None:
+                self._arrived += 1
+                ready[facts.id] = facts
+                self._notify()
+                return True
+            version = self._store.begun_by(request.key, version)
         flight = Flight(request.key, request.task.id, request.partition, version)
         self._flying[request.partition].append(flight)
         return False
@@ -333,19 +337,13 @@ def _cut_metrics(cut: Cut, groups: int) -> dict[str, float]:
 
 def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
     """Return what a strategy may know of a group."""
-    versions = [
-        version
-        for trajectory in group.trajectories
-        for segment in trajectory.segments
-        for version, _, _ in segment.weight_versions
-    ]
     return GroupFacts(
         id=group.id,
         key=key,
         task_id=group.task_id,
         partition=group.partition,
         arrived=arrived,
-        oldest_version=min(versions, default=None),
+        oldest_version=min(versions_of(group.trajectories), default=None),
         rewards=tuple(each.reward for each in group.trajectories if each.error is None),
         failed=group.failed,
         sampled_tokens=sum(each.sampled_tokens for each in group.trajectories),

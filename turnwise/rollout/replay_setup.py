@@ -1,6 +1,7 @@
 """From the ``replay:`` section to what it stands for.
 
-Owns: :data:`STRATEGIES`, :func:`make_strategy`, :func:`check_replay`, :func:`make_buffer` and :func:`make_admission`.
+Owns: :data:`STRATEGIES`, :func:`make_strategy`, :func:`allowed_uses`, :func:`check_replay`, :func:`make_buffer` and
+:func:`make_admission`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ def allowed_staleness(config: ReplayConfig, *, sync: bool) -> int | None:
     if name == "on_policy":
         return 0
     return DEFAULT_STALENESS if name == "bounded" and config.max_staleness is None else config.max_staleness
+
+
+def allowed_uses(config: ReplayConfig, facts: RunFacts) -> int:
+    """Return how many steps may train a group. Raises ConfigError as :func:`make_strategy`."""
+    strategy = make_strategy(config, facts)
+    return strategy.max_uses if strategy.keep_groups else 1
 
 
 def make_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.journal import Journal
+from turnwise.rollout.replay_setup import allowed_uses
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.diagnostics.report import Diagnostics
 from turnwise.trainer.loggers.run_log import RunLog
@@ -55,8 +56,9 @@ def open_files(
     """
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     cut, after = config.batch.max_tokens_per_row, start.state.step
+    uses = allowed_uses(config.replay, config.replay_facts)
     files = RunFiles(
-        Journal.open(directory, part=part, after_step=after, say=say),
+        Journal.open(directory, part=part, after_step=after, max_uses=uses, say=say),
         BatchWriter(directory / "batches.jsonl", part=part, after_step=after, max_tokens=cut),
         RunLog.open(config, directory, after, console),
         Diagnostics(directory, config, start.renderer),

@@ -30,5 +30,22 @@ def test_steps_that_a_kill_undid_give_their_groups_back(tmp_path: Path) -> None:
         "finished trajectories given to a step": 2, "finished trajectories that wait": 2,
         "finished trajectories dropped": 1, "finished trajectories that a kill cut off": 1, "finished, in no group": 1,
     }  # fmt: skip
-    assert found.untaken({"a1": 1, "x": 4}) == []
-    assert found.untaken({"b1": 2}) == ["trajectory b1: trained in step 2, but the journal gave its group to none"]
+    assert found.misused([("a1", 1), ("a1", 1), ("x", 4)]) == []
+    assert found.misused([("b1", 2)]) == ["trajectory b1: trained in step 2, but the journal gave its group to none"]
+
+
+def test_a_group_may_be_trained_as_often_as_the_run_allows(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    events = [
+        {"event": "start", "part": 0, "after_step": 0, "schema_version": SCHEMA_VERSION, "max_uses": 2},
+        {"event": "group", "key": "a", "trajectories": [["a1", 0, 1, 2]], "baselines": []},
+        *({"event": "take", "step": step, "keys": ["a"]} for step in (1, 2, 4)),
+    ]
+    file.write_bytes(b"".join(seal(event) + b"\n" for event in events))
+    assert account(file).misused([("a1", 1), ("a1", 4)]) == []
+    assert account(file).misused([("a1", 4), ("a1", 1), ("a1", 2)]) == [
+        "trajectory a1: was trained in more than 2 steps: 1, 2, 4"
+    ]
+    assert account(file).misused([("a1", 1), ("a1", 3)]) == [
+        "trajectory a1: trained in step 3, but the journal gave its group to 1, 2, 4"
+    ]

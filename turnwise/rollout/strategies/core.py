@@ -62,7 +62,8 @@ class Flight:
         key: What was asked for.
         task_id: Its task.
         partition: ``train`` or ``val``.
-        version: The weight version of the servers when it was asked for: none of its tokens is older.
+        version: The weight version of the servers when it was asked for, or what sampled a member that an earlier
+            process finished: none of its tokens is older.
     """
 
     key: str

@@ -1,0 +1,58 @@
+"""The buffer of a process that goes on where another one was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from turnwise.rollout.core import RolloutRequest
+from turnwise.rollout.journal import Journal
+from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.tasks import Task
+from turnwise.trajectory import Segment, Trajectory
+
+REQUEST = RolloutRequest(Task("a", "go"), group_size=3)
+
+
+def finish(journal: Journal, number: int, *versions: int) -> None:
+    """Note a member whose tokens were sampled by these weights."""
+    name = f"0-{REQUEST.key}/{number}.0"
+    ids = np.arange(len(versions), dtype=np.int32)
+    spans = tuple((version, at, at + 1) for at, version in enumerate(versions))
+    segments = [
+        Segment(0, -1, "context", np.arange(2, dtype=np.int32)),
+        Segment(1, 0, "sampled", ids, logprobs=np.zeros(len(ids), np.float32), weight_versions=spans),
+    ]
+    trajectory = Trajectory(name, name, f"0-{REQUEST.key}", "a", segments=segments)
+    journal.write(trajectory)
+    journal.member(REQUEST.key, f"0-{REQUEST.key}", number, [trajectory])
+
+
+@pytest.mark.parametrize(("version", "expected"), [(4, 2), (1, 1)])
+async def test_a_group_is_as_old_as_the_members_that_were_found(tmp_path: Path, version: int, expected: int) -> None:
+    journal = Journal.open(tmp_path)
+    finish(journal, 0, 3, 4)
+    finish(journal, 2, 2, 3)
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1))
+    assert not buffer.expect(REQUEST, version)
+    other = RolloutRequest(Task("b", "go"), group_size=3)
+    assert not buffer.expect(other, version)
+    assert [each.version for each in buffer.flying("train")] == [expected, version]
+
+
+@pytest.mark.parametrize("after", [0, 3])
+async def test_a_drop_before_the_first_sample_is_undone_with_the_step_after_the_checkpoint(
+    tmp_path: Path, after: int
+) -> None:
+    finish(Journal.open(tmp_path), 0, 0)
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=after))
+    buffer.expect(REQUEST, after)
+    buffer.discard([REQUEST.key], "surplus")
+    # Killed before the next step was saved: what it dropped is there again; after that it is gone for ever.
+    assert Journal.open(tmp_path, part=2, after_step=after).found(REQUEST.key) is not None
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=3, after_step=after))
+    buffer.expect(REQUEST, after)
+    buffer.discard([REQUEST.key], "surplus")
+    assert Journal.open(tmp_path, part=4, after_step=after + 1).found(REQUEST.key) is None
