@@ -16,6 +16,7 @@ import pytest
 
 from support.held_learner import HOLDS, Hold
 from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
+from support.streamed_hooks import FAILURES, GIVEN
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.rollout.batches import Batches, read_batches
@@ -125,6 +126,8 @@ async def test_an_interrupt_waits_for_the_update_and_the_run_goes_on(
     with held(0):
         assert (await train(config, console=silent())).steps == STEPS
     assert check_run(tmp_path / "run", bound=1).steps == STEPS
+    records = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
+    assert [each["step"] for each in records] == list(range(1, STEPS + 1)), "also of the step that was interrupted"
 
 
 @pytest.mark.long
@@ -154,6 +157,26 @@ async def test_an_update_that_fails_ends_the_run_and_is_not_saved(lookup_model: 
         with pytest.raises(TrainError, match="the third update"):
             await train(config, console=silent())
     assert CheckpointStore(tmp_path / "run" / CHECKPOINTS).steps() == []
+
+
+@pytest.mark.long
+async def test_what_a_streamed_step_was_given_and_did_not_train_is_given_again(
+    lookup_model: Path, tmp_path: Path
+) -> None:
+    hooks = ["support.streamed_hooks:FailsOnce"]
+    config = train_config(lookup_model, tmp_path, steps=3, hooks=hooks, **ASYNC["separate, streaming"])
+    GIVEN.clear()
+    # The fourth part: the other half of step 2.
+    FAILURES[:] = [4]
+    with pytest.raises(TrainError, match=r"FailsOnce\.on_sample_end raised RuntimeError"):
+        await train(config, console=silent())
+    assert CheckpointStore(tmp_path / "run" / CHECKPOINTS).steps() == [1]
+    lost = [group for step, groups in GIVEN if step == 2 for group in groups]
+    GIVEN.clear()
+    FAILURES.clear()
+    assert (await train(config, console=silent())).steps == 3
+    assert set(lost) <= {group for _, groups in GIVEN for group in groups}
+    assert check_run(tmp_path / "run", bound=1).steps == 3
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ class Feed:
 
     Attributes:
         outstanding: What was asked for and is neither trained nor dropped, in the order in which it was asked for.
+        handed_out: How many groups steps were given so far.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Feed:
         self._sampled: Counter[str] = Counter()
         self._wasted: Counter[str] = Counter()
         self.outstanding: dict[str, Asked] = {}
+        self.handed_out = 0
         buffer.refill_by(self._refill)
         buffer.drops_to(self._dropped)
 
@@ -117,6 +119,15 @@ class Feed:
     def ask(self, *, group_size: int | None = None) -> None:
         """Ask for what a step of ``sync`` starts with, less what is on its way already."""
         self.top_up(self._config.batch.started, group_size=group_size)
+
+    async def end(self) -> None:
+        """Have nothing rolled out any more: no step is to come. A process that goes on asks for it again.
+
+        Raises:
+            TurnwiseError: The rollout manager failed to cancel.
+        """
+        if self.outstanding:
+            await self._manager.cancel(set(self.outstanding))
 
     async def settle(self, step: int) -> dict[str, float]:
         """Decide what becomes of the groups that a step did not wait for, once it has its batch.
@@ -166,6 +177,7 @@ class Feed:
         from a checkpoint asks again for what was outstanding.
         """
         self._refilled = 0
+        self.handed_out += len(groups)
         for group in groups:
             self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
         if ref.keys:

@@ -92,7 +92,7 @@ class TrainRun:
         last_eval: Figures of the last one.
         last_error: What ended the last episode that ended in an error.
         saved_step: The step of the newest checkpoint.
-        torn: Whether an update has begun that has not ended: the weights are then no step's.
+        torn: Whether an update has begun that has not ended, or a step of several: the weights are then no step's.
         shown: Figures of evaluations that the display has not shown yet.
         found: All figures of the step that the run stands at.
         hooks: Code of the user's that runs at named moments.

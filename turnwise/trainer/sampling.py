@@ -13,7 +13,7 @@ from turnwise.trainer.run import TrainRun
 from turnwise.trajectory import TrajectoryGroup
 
 # Of several samplings of a step these are added up; of the others the last one counts.
-_SUMMED = ("replay/wait_s", "replay/failed", "replay/dropped/", "straggler/")
+_SUMMED = ("replay/wait_s", "replay/failed", "replay/reissued", "replay/reused", "replay/dropped/", "straggler/")
 
 
 async def sample_groups(
@@ -56,7 +56,7 @@ async def sample_groups(
         refills += 1
         if missing:
             run.feed.issue(run.feed.next(missing))
-    metrics |= await run.feed.settle(step)
+    metrics |= await uninterrupted(run.feed.settle(step))
     if not groups:
         raise TrainError(
             f"step {step}: the hooks left no group of {wanted}, after {refills - 1} refills: a step needs something to "

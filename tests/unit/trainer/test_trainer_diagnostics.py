@@ -147,6 +147,7 @@ def test_tool_errors_of_all_and_by_tool() -> None:
 AMISS = {
     "dead_groups": ({"batch/groups": 25.0, "batch/dead_groups": 23.0, "reward/mean": 0.5}, "92% of groups have equal"),
     "nothing_trained": ({"train/tokens": 0.0, "batch/rows": 3.0}, "no token of this step was trained"),
+    "short": ({"replay/short": 2.0}, "the step lacks 2 groups"),
     "gap": ({"gap/mean": 0.2, "gap/max": 3.0}, "by 0.2 nats on average, 3 at most. With equal weights"),
     "entropy": ({"train/entropy": 0.001}, "entropy is 0.001 nats"),
     "clipped": ({"train/clip_fraction": 0.45}, "45% of tokens are clipped"),
@@ -190,6 +191,11 @@ def test_rules_know_their_setting() -> None:
     dead, _ = AMISS["dead_groups"]
     assert find_warnings(dead, Setting(compares=False)) == []
     assert find_warnings({**dead, "batch/groups": 2.0, "batch/dead_groups": 2.0}, Setting()) == []
+
+
+def test_a_step_of_the_critic_alone_is_no_step_in_vain() -> None:
+    nothing, _ = AMISS["nothing_trained"]
+    assert find_warnings({**nothing, "critic/loss": 0.3}, Setting()) == []
 
 
 def test_a_warning_is_repeated_at_growing_distances() -> None:

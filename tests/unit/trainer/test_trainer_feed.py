@@ -103,6 +103,19 @@ async def test_what_is_on_its_way_survives_as_json_and_is_asked_for_first() -> N
     assert len(later.requests) == 4
 
 
+async def test_at_the_end_nothing_is_rolled_out_any_more_and_a_run_that_goes_on_asks_again() -> None:
+    own, asked, buffer, _ = feed()
+    own.top_up(3)
+    await buffer.put(asked.group(1))
+    ref, _ = await buffer.sample(1, "train", 1)
+    own.done(ref, await buffer.fetch(ref))
+    state = own.state()
+    await own.end()
+    assert asked.cancelled == {asked.requests[0].key, asked.requests[2].key}
+    assert own.state() == state
+    assert own.handed_out == 1
+
+
 async def test_messages_with_calls_survive() -> None:
     first, asked, *_ = feed()
     first.top_up(2)

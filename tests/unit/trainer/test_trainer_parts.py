@@ -32,6 +32,13 @@ def test_metrics_of_parts() -> None:
         "train/loss": 2.0,  # 1 on three quarters of the tokens, 5 on one
         "train/ratio_max": 2.0, "lag/max": 1.0, "lr/adamw": 0.1, "gap/mean": 0.1, "replay/ready": 0.0,
     }  # fmt: skip
+    # What is lost or waited for in any part is lost by the step; of groups that wait the last part tells.
+    sums = ("replay/short", "replay/reissued", "replay/reused", "straggler/cut_groups", "rollout/wasted_tokens")
+    counts = dict.fromkeys((*sums, "straggler/carried", "replay/in_flight"), 2.0)
+    found = combined([one | counts, other | counts])
+    assert {name: found[name] for name in counts} == counts | dict.fromkeys(sums, 4.0)
+    ages = [part | {"replay/staleness_mean": age} for part, age in ((one, 1.0), (other, 0.0))]
+    assert combined(ages)["replay/staleness_mean"] == 0.25
     # A part in which every episode failed trained nothing.
     empty = {"batch/trajectories": 0.0, "batch/failed": 4.0}
     assert combined([one, empty])["train/loss"] == 1.0

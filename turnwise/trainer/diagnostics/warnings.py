@@ -71,8 +71,8 @@ def dead_groups(metrics: Metrics, setting: Setting) -> str | None:
 
 
 def nothing_trained(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
-    """A step without a trained token changes nothing."""
-    if metrics.get("train/tokens", 1.0) > 0 or metrics.get("batch/rows", 0.0) == 0:
+    """A step without a trained token changes nothing, unless the critic learned from it alone."""
+    if metrics.get("train/tokens", 1.0) > 0 or metrics.get("batch/rows", 0.0) == 0 or "critic/loss" in metrics:
         return None
     return "no token of this step was trained: all were dropped; dropped/* in metrics.jsonl says why"
 

@@ -14,14 +14,24 @@ from turnwise.trainer.packing import TrainRow
 _SUMS = (
     "batch/",
     "dropped/",
+    "straggler/cut_groups",
+    "straggler/wait_s",
+    "straggler/cancelled",
+    "rollout/cancelled_episodes",
+    "rollout/wasted_tokens",
     "replay/dropped/",
+    "replay/failed",
+    "replay/reissued",
+    "replay/reused",
+    "replay/short",
+    "replay/wait_s",
     "train/tokens",
     "train/updates",
     "train/skipped_updates",
     "train/non_finite_updates",
 )
-_SUMS_TOO = ("replay/wait_s", "replay/failed", "distill/unscored_tokens")
-_LAST = ("lr/", "critic/lr", "kl/coef", "replay/")
+_SUMS_TOO = ("distill/unscored_tokens",)
+_LAST = ("lr/", "critic/lr", "kl/coef", "replay/ready", "replay/in_flight", "straggler/carried")
 _OF_TOKENS = ("train/", "lag/", "critic/", "correction/", "kl/", "distill/")
 
 

@@ -10,10 +10,12 @@ is trained (``rollout/strategies.py``).
 
 from __future__ import annotations
 
+import time
+
 from turnwise.errors import TrainError
 from turnwise.trainer.apart import Apart
 from turnwise.trainer.loops.parts import shares
-from turnwise.trainer.loops.steps import Learned, ask_ahead, finish_step, learn, publish, wait_for
+from turnwise.trainer.loops.steps import Learned, ask_ahead, finish_step, learn, measured, publish, wait_for
 from turnwise.trainer.run import TrainRun
 
 
@@ -39,9 +41,11 @@ async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
     """Train a batch, part by part as it arrives.
 
     An interrupt between two parts ends the step with those that are trained: it is a short one, and nothing that was
-    learned is lost.
+    learned is lost. Where the next part was handed out already and is not trained, the step is not kept: its groups
+    would be lost. They are there again for the process that goes on.
     """
     step, learned, taken = run.state.step + 1, list[Learned](), 0
+    trained = run.feed.handed_out
     sizes = shares(run.config.batch.groups, run.config.overlap.stream)
     try:
         for size in sizes:
@@ -50,9 +54,20 @@ async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
             taken += size
             ask_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
             learned.append(await learn(run, batch, apart, part=len(sizes) > 1))
-        if not any(each.metrics["batch/trajectories"] for each in learned):
-            raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
-    finally:
-        if learned and not run.torn:
-            run.advance()
+            trained = run.feed.handed_out
+    except BaseException:
+        if _any(learned):
+            run.torn = run.torn or run.feed.handed_out > trained
+            if not run.torn:
+                run.advance()
+                run.log(measured(run, learned, time.monotonic()))
+        raise
+    if not _any(learned):
+        raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
+    run.advance()
     return learned
+
+
+def _any(learned: list[Learned]) -> bool:
+    """Return whether a part had a trajectory to learn from."""
+    return any(each.metrics["batch/trajectories"] for each in learned)

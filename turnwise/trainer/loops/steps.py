@@ -1,8 +1,9 @@
 """What a train step is made of, in any mode: wait for groups, learn from them, publish the weights, finish.
 
 Owns: the functions of a step, in its order: :func:`ask_ahead`, :func:`roll_out`, :func:`wait_for`, :func:`learn`,
-:func:`publish`, :func:`train_on` and :func:`finish_step`. The loops, and an algorithm of the user's (``training.py``),
-call them in an order of their own. Refuses: how metrics of parts become those of a step (``parts.py``).
+:func:`publish`, :func:`measured`, :func:`train_on` and :func:`finish_step`. The loops, and an algorithm of the user's
+(``training.py``), call them in an order of their own. Refuses: how metrics of parts become those of a step
+(``parts.py``).
 """
 
 from __future__ import annotations
@@ -208,11 +209,15 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
         InferenceError: The inference server died twice.
     """
     began = time.monotonic()
-    with run.timeline.span(SYNC, run.state.step):
-        sent = await run.sync_weights(still=still)
+    try:
+        with run.timeline.span(SYNC, run.state.step):
+            sent = await run.sync_weights(still=still)
+    except BaseException:
+        # The step is made, and is saved: the log must not lack it because its weights did not get further.
+        run.log(measured(run, parts, began))
+        raise
     synced = time.monotonic()
-    metrics = combined([each.metrics for each in parts]) | run.tasks.metrics() | sent
-    metrics |= _times(run.config.mode, parts, synced, metrics) | {"time/sync_s": synced - began}
+    metrics = measured(run, parts, synced) | sent | {"time/sync_s": synced - began}
     groups = [group for each in parts for group in each.batch.groups]
     try:
         metrics = await run.hooks.step_end(metrics, groups)
@@ -220,6 +225,18 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
         run.log(metrics)
     run.diagnose(parts[0].gaps, groups)
     return metrics
+
+
+def measured(run: TrainRun, parts: Sequence[Learned], until: float) -> dict[str, float]:
+    """Return what was measured in the parts of a step, of which one at least has a trajectory.
+
+    Args:
+        run: The run.
+        parts: What the step trained, in order.
+        until: When the step ended, by ``time.monotonic``.
+    """
+    metrics = combined([each.metrics for each in parts]) | run.tasks.metrics()
+    return metrics | _times(run.config.mode, parts, until, metrics)
 
 
 def _times(mode: Mode, parts: Sequence[Learned], synced: float, metrics: Mapping[str, float]) -> dict[str, float]:
