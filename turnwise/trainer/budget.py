@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeAlias
 
@@ -140,7 +140,7 @@ class Budget:
         name, share = self.nearest
         return name if share >= 1 else None
 
-    def expected_steps(self, under_way: Collection[str] = ()) -> int:
+    def expected_steps(self, under_way: Mapping[str, float] | None = None) -> int:
         """Return how many train steps the run will have had in the end, as far as that can be told now.
 
         Where the steps are the nearest limit, that is their number. Else it is extrapolated from the nearest one: the
@@ -148,15 +148,17 @@ class Budget:
         a run that has no other limit than its steps nothing is extrapolated.
 
         Args:
-            under_way: Limits of which a step that has begun and is not counted yet has spent its part already.
+            under_way: Limits of which a step that has begun and is not counted yet has spent some already: which share
+                of what it will spend.
         """
+        begun = under_way or {}
         done = self.spent.get("steps", 0.0)
         planned = self.limits.get("steps")
         others = {name: share for name, share in self.shares().items() if name != "steps" and share}
         if not others or not done:
             return UNKNOWN_STEPS if planned is None else round(planned)
-        found = min((done + (name in under_way)) / share for name, share in others.items())
-        one_more = bool(under_way) or max(others.values()) < 1
+        found = min((done + begun.get(name, 0.0)) / share for name, share in others.items())
+        one_more = bool(begun) or max(others.values()) < 1
         # Not one more for the last bits of a quotient.
         expected = max(math.ceil(found - 1e-9), round(done) + one_more)
         return expected if planned is None else min(expected, round(planned))

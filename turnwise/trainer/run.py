@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class TrainRun:
         last_error: What ended the last episode that ended in an error.
         saved_step: The step of the newest checkpoint.
         torn: Whether an update has begun that has not ended, or a step of several: the weights are then no step's.
+        scheduled: The step that the run stood at when its learning rates were last planned.
         shown: Figures of evaluations that the display has not shown yet.
         found: All figures of the step that the run stands at.
         hooks: Code of the user's that runs at named moments.
@@ -126,6 +128,7 @@ class TrainRun:
     last_error: str | None = None
     saved_step: int = 0
     torn: bool = False
+    scheduled: int = -1
     shown: dict[str, float] = field(default_factory=dict)
     found: dict[str, float] = field(default_factory=dict)
     hooks: HookCalls = field(default_factory=HookCalls)
@@ -145,13 +148,21 @@ class TrainRun:
     def updating(self) -> Iterator[None]:
         """Wrap what changes the weights: where it fails inside, they are no step's and are not saved."""
         self.torn = True
-        # What the step sampled is counted already, the step itself is not.
-        steps = self.budget.expected_steps(under_way=("sampled_tokens",))
+        if self.scheduled != self.state.step:
+            self._schedule()
+        yield
+        self.torn = False
+
+    def _schedule(self) -> None:
+        """Say how many optimizer steps there will be; later parts of a step hold to what its first one found."""
+        self.scheduled = self.state.step
+        # What the first part sampled is counted already, the step itself is not.
+        groups = self.config.batch.groups
+        first = math.ceil(groups / self.config.overlap.stream) / groups
+        steps = self.budget.expected_steps(under_way={"sampled_tokens": first})
         self.learner.total_steps = max(1, steps - self.config.critic_alone) * self.config.updates_per_step
         if self.critic is not None:
             self.critic.total_steps = steps * self.config.updates_per_step
-        yield
-        self.torn = False
 
     def advance(self) -> None:
         """Stand at the next step: its updates are made."""

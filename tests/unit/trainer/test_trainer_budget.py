@@ -96,15 +96,18 @@ def test_the_length_of_a_run_is_extrapolated_from_the_nearest_limit() -> None:
     assert Budget.of(None, BudgetConfig(trained_tokens=10), {"steps": 2.0, "trained_tokens": 9.9}).expected_steps() == 3
     # In its fourth step a run has sampled 4 x 10 of 100 tokens: ten steps, and not 3 / 0.4.
     sampling = Budget.of(None, BudgetConfig(sampled_tokens=100), {"steps": 3.0, "sampled_tokens": 40.0})
-    assert sampling.expected_steps(under_way=("sampled_tokens",)) == 10
+    assert sampling.expected_steps(under_way={"sampled_tokens": 1.0}) == 10
+    # In the first half of a streamed one it has sampled half of what it will.
+    streamed = Budget.of(None, BudgetConfig(sampled_tokens=100), {"steps": 3.0, "sampled_tokens": 35.0})
+    assert streamed.expected_steps(under_way={"sampled_tokens": 0.5}) == 10
     # In its last one it has sampled all of them: the tenth is still to be counted.
     sampling.spend(steps=6, sampled_tokens=60)
-    assert sampling.expected_steps(under_way=("sampled_tokens",)) == 10
+    assert sampling.expected_steps(under_way={"sampled_tokens": 1.0}) == 10
     # What the step under way has not spent yet is shared among those that are done: 3 took 30 %, exactly 10.
     both = BudgetConfig(sampled_tokens=1000, trained_tokens=10)
     assert (
         Budget.of(None, both, {"steps": 3.0, "sampled_tokens": 4.0, "trained_tokens": 3.0}).expected_steps(
-            under_way=("sampled_tokens",)
+            under_way={"sampled_tokens": 1.0}
         )
         == 10
     )
