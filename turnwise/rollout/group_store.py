@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
+from turnwise.agents.roles import TRAINED
 from turnwise.rollout.journal import Journal
 from turnwise.rollout.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -114,8 +115,8 @@ class GroupStore:
 
 
 def versions_of(trajectories: Iterable[Trajectory]) -> Iterator[int]:
-    """Yield the versions of the weights that sampled tokens of trajectories."""
+    """Yield the versions of the weights that sampled tokens that are trained: frozen policies never get new ones."""
     for trajectory in trajectories:
-        for segment in trajectory.segments:
+        for segment in trajectory.segments if trajectory.policy == TRAINED else ():
             for version, _, _ in segment.weight_versions:
                 yield version

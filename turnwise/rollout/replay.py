@@ -21,6 +21,7 @@ from turnwise.rollout.group_store import GroupStore, versions_of
 from turnwise.rollout.journal import Journal
 from turnwise.rollout.members import MemberRule
 from turnwise.rollout.strategies import Arrival, Choice, Flight, GroupFacts, Strategy
+from turnwise.rollout.strategies.core import STALE
 from turnwise.rollout.tail import Cut, Tail
 from turnwise.rollout.waiting import Waiting
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -28,6 +29,8 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 PARTITIONS = ("train", "val")
 _EVALUATED = Arrival()
 """Groups of an evaluation are neither weighed nor dropped."""
+# So many batches of groups that came back too old in one step mean that none will ever be new enough.
+_HOPELESS = 16
 
 FIELDS = ("tokens", "rewards", "metrics", "messages")
 
@@ -146,7 +149,8 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
 
         Raises:
             TurnwiseError: What :meth:`fail` was given.
-            TrainError: An unknown partition, a batch size below 1, or all groups were dropped and nobody asks for more.
+            TrainError: An unknown partition, a batch size below 1, all groups were dropped and nobody asks for more, or
+                what is asked for comes back too old again and again.
         """
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
@@ -154,7 +158,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         if partition_id == "train":
             self._step = global_steps
         strategy, tail = (self._strategy, self._tail) if partition_id == "train" else (_EVALUATED, None)
-        cut = Cut()
+        cut, stale = Cut(), 0
         while True:
             # Taken before the choice: a group that comes while others are asked for wakes this one, too.
             changed = self._changed
@@ -164,6 +168,13 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
             choice = strategy.choose(ready, flying, global_steps, batch_size, taken)
             for group_id, why in choice.drop:
                 self._drop(partition_id, group_id, why)
+                stale += why == STALE
+            if stale > _HOPELESS * batch_size:
+                raise TrainError(
+                    f"step {global_steps}: {stale} groups that were asked for came back too old for replay.strategy, "
+                    f"{_HOPELESS} batches of them: their weight versions do not follow those of the run. Raise "
+                    "replay.max_staleness, or see that the server that samples gets the new weights"
+                )
             if choice.take is None and tail is not None:
                 # As if nothing were in flight: nobody waits for that any more.
                 smaller = partial(_without_flights, strategy, ready, global_steps, taken)
@@ -336,17 +347,18 @@ def _cut_metrics(cut: Cut, groups: int) -> dict[str, float]:
 
 
 def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
-    """Return what a strategy may know of a group."""
+    """Return what a strategy may know of a group: of what is trained in it. Frozen policies never get new weights."""
+    trained = [each for each in group.trajectories if each.policy == TRAINED]
     return GroupFacts(
         id=group.id,
         key=key,
         task_id=group.task_id,
         partition=group.partition,
         arrived=arrived,
-        oldest_version=min(versions_of(group.trajectories), default=None),
-        rewards=tuple(each.reward for each in group.trajectories if each.error is None),
+        oldest_version=min(versions_of(trained), default=None),
+        rewards=tuple(each.reward for each in trained if each.error is None),
         failed=group.failed,
-        sampled_tokens=sum(each.sampled_tokens for each in group.trajectories),
+        sampled_tokens=sum(each.sampled_tokens for each in trained),
         spread=_spread(group),
     )
 

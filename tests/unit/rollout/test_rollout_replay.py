@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from turnwise.errors import EngineDied, TrainError
 from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival
+from turnwise.rollout.strategies import Arrival, OnPolicy
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 
@@ -17,6 +18,14 @@ def group(name: str, partition: str = "train", failed: int = 0) -> TrajectoryGro
     trajectory = Trajectory(f"{name}/0", f"{name}/0", name, "task", segments=[segment], rewards=[(None, "score", 1.0)])
     trajectory.metrics["turns"] = 2.0
     return TrajectoryGroup(name, "task", [trajectory], partition, failed)
+
+
+def sampled_by(version: int, name: str) -> TrajectoryGroup:
+    ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
+    whole = group(name)
+    segment = Segment(1, 0, "sampled", ids, logprobs=logprobs, weight_versions=((version, 0, 3),))
+    trajectory = whole.trajectories[0]
+    return replace(whole, trajectories=[replace(trajectory, segments=[*trajectory.segments, segment])])
 
 
 async def test_sample_waits_for_enough_groups_of_its_partition() -> None:
@@ -126,3 +135,27 @@ async def test_bad_arguments_are_named() -> None:
         await buffer.sample(1, "test", 1)
     with pytest.raises(TrainError, match="asks for 0 groups"):
         await buffer.sample(1, "train", 0)
+
+
+async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_sampling_for_ever() -> None:
+    buffer = LocalReplayBuffer(OnPolicy())
+    asked = []
+
+    def refill(missing: int) -> bool:
+        for _ in range(missing):
+            asked.append(asyncio.ensure_future(buffer.put(sampled_by(0, f"g{len(asked)}"))))
+        return True
+
+    buffer.refill_by(refill)
+    with pytest.raises(TrainError, match=r"groups that were asked for came back too old .* the new weights"):
+        await buffer.sample(2, "train", 1)
+    assert len(asked) == 17
+
+
+async def test_what_a_frozen_policy_sampled_makes_no_group_old() -> None:
+    buffer = LocalReplayBuffer(OnPolicy())
+    whole = sampled_by(1, "g")
+    frozen = replace(sampled_by(0, "f").trajectories[0], policy="rival")
+    await buffer.put(replace(whole, trajectories=[*whole.trajectories, frozen]))
+    ref, _ = await buffer.sample(2, "train", 1)
+    assert ref.group_ids == ("g",)
