@@ -1,12 +1,16 @@
 """Files that grow by whole lines, whatever happens to the process or the disk.
 
-Owns: :class:`AppendFile`. Refuses: knowing what a line means.
+Owns: :class:`AppendFile` and :func:`writing`. Refuses: knowing what a line means.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from turnwise.errors import DiskError
 
 
 class AppendFile:
@@ -59,6 +63,22 @@ class AppendFile:
         if not self._closed:
             self._closed = True
             os.close(self._file)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say what a disk that refuses means for the run.
+
+    Raises:
+        DiskError: It refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"{path} cannot be written: {error.strerror or error}. Make room on its file system and give the same "
+            "command again: the run goes on from its last checkpoint, and nothing that the journal names is lost"
+        ) from error
 
 
 def append_whole(file: int, data: bytes) -> None:

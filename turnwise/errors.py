@@ -148,6 +148,10 @@ class TrainError(TurnwiseError):
     """Training cannot start or go on."""
 
 
+class DiskError(TrainError):
+    """The disk refuses what a run must write down: it ends, and goes on when there is room."""
+
+
 class CheckpointError(TurnwiseError):
     """A checkpoint is missing, incomplete, or does not fit the run."""
 

@@ -16,16 +16,18 @@ then ``ids``: conversations cost their new tokens, not their square.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import orjson
 
-from turnwise.append import AppendFile
-from turnwise.errors import FormatError
+from turnwise.append import AppendFile, writing
+from turnwise.errors import DiskError, FormatError
 from turnwise.inference.core import LLMClient, ModelInfo, closing
 from turnwise.types import Completion, Logprobs, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
 
@@ -82,22 +84,36 @@ class Book:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = AppendFile(path)
+        self._path = path
+        with writing(path):
+            self._file = AppendFile(path)
+            self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
         # The ids of the last call of each session, as bytes: compared and joined at once.
         self._last: OrderedDict[str, bytes] = OrderedDict()
         self._remembered = 0
         self._closed = False
-        self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
 
     def close(self) -> None:
         """Mark the part as ended in order, and close the file. Closing twice is no error."""
         if not self._closed:
             self._closed = True
-            self._file.append(orjson.dumps({"event": "end"}))
+            # On a full disk the mark is missing, as after a kill.
+            with contextlib.suppress(OSError):
+                self._file.append(orjson.dumps({"event": "end"}))
             self._file.close()
 
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the file as a context manager does. Where the disk refused something the part is not marked: what
+        became of its last calls may be missing elsewhere.
+        """
+        del kind, trace
+        if isinstance(error, DiskError) and not self._closed:
+            self._closed = True
+            self._file.close()
+        self.close()
+
     def note(self, session: str, prompt: TokenIds, completion: Completion) -> None:
-        """Write down a call that succeeded."""
+        """Write down a call that succeeded. Raises DiskError where the disk refuses."""
         before = self._last.pop(session, b"")
         asked = _id_bytes(prompt)
         shared = len(before) // _ID_BYTES if asked.startswith(before) else _shared_prefix(before, prompt)
@@ -114,7 +130,8 @@ class Book:
             "versions": completion.weight_versions,
             "finish": completion.finish_reason,
         }
-        self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+        with writing(self._path):
+            self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 class LedgerClient(LLMClient):

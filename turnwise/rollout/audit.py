@@ -9,7 +9,7 @@ code than the session's and the trainer's. What it proves:
 2. Segments are sound: sampled and context segments alternate, logprobs and spans cover sampled ids, and only those.
 3. Over all rows of a trajectory each sampled id was trained exactly once, and nothing else was; in one step, or in
    as many as the run allows (``replay.max_uses``).
-4. What was trained in a step is what the journal gave to that step; all that finished is counted by what became of it.
+4. What was trained in a step is what the journal gave to that step; of all that finished it says what became of it.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def audit_files(run: Path) -> AuditReport:
         report.contradictions += journal.misused((row.trajectory, row.step) for row in batches.rows)
         if (run / JOURNAL).is_file():
             report.counts.update(journal.fates(audit.finished))
+            report.contradictions += journal.unnamed(audit.finished, run / TRAJECTORIES)
     except FormatError as error:
         report.contradictions.append(str(error))
     if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from turnwise.append import AppendFile
+from turnwise.append import AppendFile, writing
 from turnwise.errors import FormatError
 from turnwise.trajectory import TrainSample
 
@@ -105,7 +105,7 @@ class BatchWriter:
     def __init__(
         self, path: Path, *, part: int | None = None, after_step: int = 0, max_tokens: int | None = None
     ) -> None:
-        self._file = AppendFile(path)
+        self._path = path
         start = {
             "event": "start",
             "schema_version": SCHEMA_VERSION,
@@ -113,10 +113,12 @@ class BatchWriter:
             "after_step": after_step,
             "max_tokens": max_tokens,
         }
-        self._file.append(orjson.dumps(start))
+        with writing(path):
+            self._file = AppendFile(path)
+            self._file.append(orjson.dumps(start))
 
     def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0) -> None:
-        """Append the rows that a step trains."""
+        """Append the rows that a step trains. Raises DiskError where the disk refuses."""
         rows = [
             {
                 "trajectory": sample.trajectory_id,
@@ -127,7 +129,8 @@ class BatchWriter:
             }
             for sample in samples
         ]
-        self._file.append(orjson.dumps({"step": step, "epoch": epoch, "rows": rows}))
+        with writing(self._path):
+            self._file.append(orjson.dumps({"step": step, "epoch": epoch, "rows": rows}))
 
     def close(self) -> None:
         """Close the file. Closing twice is no error."""

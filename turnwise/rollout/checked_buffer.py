@@ -23,6 +23,7 @@ class CheckedBuffer(ReplayBuffer):
         write: Called with every trajectory that is put and was not written before.
         most: How many groups in a row without a member end the run.
         waited_for: Whether somebody waits for a group; of one that comes too late nothing is taken.
+        unclaimed: Told which trajectories were written and are in no group that was taken.
     """
 
     def __init__(
@@ -32,9 +33,11 @@ class CheckedBuffer(ReplayBuffer):
         *,
         most: int,
         waited_for: Callable[[TrajectoryGroup], bool] | None = None,
+        unclaimed: Callable[[Collection[str]], object] | None = None,
     ) -> None:
         self._inner = inner
         self._waited_for = waited_for
+        self._unclaimed = unclaimed
         self._write = write
         self._failures = FailureWatch(most)
         # Only of groups that have not been put yet.
@@ -61,7 +64,7 @@ class CheckedBuffer(ReplayBuffer):
                     "of Trajectories, whose segments a Session recorded"
                 )
         if self._waited_for is not None and not self._waited_for(group):
-            self._written -= {each.id for each in _members(group)}
+            self._forget({each.id for each in _members(group)} & self._written)
             return
         for trajectory in _members(group):
             if trajectory.id not in self._written:
@@ -70,6 +73,15 @@ class CheckedBuffer(ReplayBuffer):
         await self._inner.put(group)
         if (error := self._failures.arrived(group)) is not None:
             self.fail(error)
+
+    def close(self) -> None:
+        """Tell what was written and put into no group."""
+        self._forget(set(self._written))
+
+    def _forget(self, names: set[str]) -> None:
+        self._written -= names
+        if self._unclaimed is not None:
+            self._unclaimed(names)
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
         """Wait for and hand out groups."""

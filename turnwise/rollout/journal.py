@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from turnwise.append import AppendFile
-from turnwise.errors import FormatError, TrainError
+from turnwise.append import AppendFile, writing
+from turnwise.errors import DiskError, FormatError, TrainError
 from turnwise.rollout.journal_lines import JOURNAL, SCHEMA_VERSION, read_journal, seal
 from turnwise.rollout.journal_recovery import drop_lost, named, unnamed
 from turnwise.rollout.journal_state import JournalState, Stored
@@ -48,6 +48,10 @@ class Journal:
     """What a run's processes finished, and what of it was trained; made by :meth:`open`.
 
     Each method that notes something returns when the line is in the file: a kill after that does not lose it.
+
+    Attributes:
+        next_step: The step after the checkpoint that this process went on from: it drops what is dropped before a step.
+        unclaimed: Ids of trajectories that a manager from elsewhere wrote, and put into no group in time.
     """
 
     def __init__(self, directory: Path, state: JournalState, file: AppendFile, payloads: TrajectoryWriter) -> None:
@@ -59,6 +63,9 @@ class Journal:
         # Trajectories that no line names yet.
         self._written: dict[str, Stored] = {}
         self._closed = False
+        self._refused = False
+        self.next_step = 1
+        self.unclaimed: set[str] = set()
 
     @classmethod
     def open(
@@ -99,11 +106,12 @@ class Journal:
             say(
                 f"{path}: the last {read.spoilt} bytes were not written whole (a process was killed, or power cut): cut"
             )
-        with _writing(path):
+        with writing(path):
             file, payloads = AppendFile(path, cut=True), TrajectoryWriter(directory / TRAJECTORIES)
             file.truncate(read.end)
             orphans = [] if state.payload is None else unnamed(payloads, state.payload, offsets, say)
             journal = cls(directory, state, file, payloads)
+            journal.next_step = after_step + 1
             drop_lost(state, journal._file_of, payloads.path, path, say)
             journal._tell(orphans)
             start = {"part": part, "after_step": after_step, "max_uses": max_uses, "payload": payloads.size}
@@ -117,7 +125,7 @@ class Journal:
             FormatError: It cannot be written as JSON.
             TrainError: The disk refuses.
         """
-        with _writing(self._payloads.path):
+        with self._writing(self._payloads.path):
             place = self._payloads.write(trajectory)
         if trajectory.partition == "train":
             self._written[trajectory.id] = Stored(trajectory.id, place)
@@ -199,11 +207,6 @@ class Journal:
         members = {number: self._read(stored) for number, stored in sorted(entry.members.items())}
         return Found(entry.group_id, members, entry.whole is not None)
 
-    @property
-    def next_step(self) -> int:
-        """The step after the checkpoint that this process went on from: a drop is noted for it until one is sampled."""
-        return self._state.starts[-1][1] + 1
-
     def facts(self, key: str, arrived: int) -> GroupFacts | None:
         """Return the facts of a group that is whole and not trained; no trajectory is read for it."""
         entry = self._state.entries.get(key)
@@ -239,7 +242,7 @@ class Journal:
     def sync(self) -> None:
         """Force everything to disk: a power cut loses at most what comes after. Raises TrainError where it refuses."""
         waits = any(each.pending for entry in self._state.entries.values() for each in entry.stored())
-        with _writing(self._file_path):
+        with self._writing(self._file_path):
             for file in (self._pending, self._payloads, self._file):
                 if file is not None:
                     file.sync()
@@ -251,12 +254,24 @@ class Journal:
         if self._closed:
             return
         self._closed = True
-        # On a full disk the note is missing, as after a kill.
-        with contextlib.suppress(TrainError):
-            self._note("end")
+        # Where the disk refused something the note is missing, as after a kill.
+        if not self._refused:
+            with contextlib.suppress(DiskError):
+                if late := sorted(self.unclaimed & self._written.keys()):
+                    self._note("late", ids=late)
+                self._note("end")
         for file in (self._pending, self._payloads, self._file):
             if file is not None:
                 file.close()
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            with writing(path):
+                yield
+        except DiskError:
+            self._refused = True
+            raise
 
     @property
     def _file_path(self) -> Path:
@@ -264,18 +279,18 @@ class Journal:
 
     def _note(self, event: str, **values: Any) -> None:
         record = {"event": event, **values}
-        with _writing(self._file_path):
+        with self._writing(self._file_path):
             self._file.append(seal(record))
         self._state.apply(record)
 
     def _stored(self, trajectory: Trajectory) -> Stored:
         if trajectory.id not in self._written:
-            with _writing(self._payloads.path):
+            with self._writing(self._payloads.path):
                 self._written[trajectory.id] = Stored(trajectory.id, self._payloads.write(trajectory))
         return self._written[trajectory.id]
 
     def _store_aside(self, trajectory: Trajectory) -> Stored:
-        with _writing(self._directory / PENDING):
+        with self._writing(self._directory / PENDING):
             if self._pending is None:
                 self._pending = TrajectoryWriter(self._directory / PENDING)
             return Stored(trajectory.id, self._pending.write(trajectory), pending=True)
@@ -300,15 +315,3 @@ class Journal:
                 self._payloads.strike(orphan.place)
             elif finished:
                 self._note("orphan", trajectory=orphan.id, place=orphan.record()[1:])
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Say what a disk that refuses means for the run."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainError(
-            f"{path} cannot be written: {error.strerror or error}. Make room on its file system and give the same "
-            "command again: the run goes on from its last checkpoint, and nothing that the journal names is lost"
-        ) from error

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
+
 from turnwise.rollout.journal_lines import read_journal
 
 
@@ -23,14 +25,18 @@ class Account:
         taken: The steps that count and were given a group, by its key.
         dropped: Why a group was dropped, by its key.
         orphans: Trajectories that finished and were noted nowhere before a kill.
+        late: Trajectories that a manager from elsewhere put into no group in time.
         max_uses: How many steps may train a group.
+        parts: (first byte in trajectories.jsonl, whether it ended in order) of each process.
     """
 
     trajectories: dict[str, str] = field(default_factory=dict)
     taken: dict[str, list[int]] = field(default_factory=dict)
     dropped: dict[str, tuple[int, str]] = field(default_factory=dict)
     orphans: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
     max_uses: int = 1
+    parts: list[tuple[int, bool]] = field(default_factory=list)
 
     def fates(self, finished: Iterable[str]) -> Counter[str]:
         """Count finished trajectories by what became of them."""
@@ -58,9 +64,31 @@ class Account:
             found += [f"trajectory {name}: trained in step {step}, {given}" for step in sorted(its.difference(taken))]
         return found
 
+    def unnamed(self, finished: Iterable[str], file: Path) -> list[str]:
+        """Return what contradicts the journal: finished trajectories of which it says nothing.
+
+        What a kill leaves so the next process notes; until there is one, what the last process wrote may be so.
+
+        Args:
+            finished: Ids.
+            file: Where the trajectories stand.
+        """
+        lost = [name for name in finished if name not in self.trajectories and name not in self.orphans | self.late]
+        if not lost or not self.parts:
+            return []
+        begun, (last, closed) = self.parts[0][0], self.parts[-1]
+        places = _places(file)
+        return [
+            f"trajectory {name}: finished, but by the journal it is in no group, and no kill cut it off"
+            for name in lost
+            if begun <= places[name] and (closed or places[name] < last)
+        ]
+
     def _fate(self, name: str) -> str:
         key = self.trajectories.get(name)
         if key is None:
+            if name in self.late:
+                return "finished trajectories that came too late"
             return "finished trajectories that a kill cut off" if name in self.orphans else "finished, in no group"
         if self.taken.get(key):
             return "finished trajectories given to a step"
@@ -77,6 +105,7 @@ def account(file: Path) -> Account:
     for _, event in read_journal(file).events:
         kind = event["event"]
         if kind == "start":
+            found.parts.append((int(event.get("payload", 0)), False))
             after, found.max_uses = int(event["after_step"]), int(event.get("max_uses", 1))
             found.taken = {key: [step for step in steps if step <= after] for key, steps in found.taken.items()}
             found.dropped = {key: each for key, each in found.dropped.items() if each[0] <= after}
@@ -90,4 +119,20 @@ def account(file: Path) -> Account:
             found.dropped[str(event["key"])] = (int(event["step"]), str(event["why"]))
         elif kind == "orphan":
             found.orphans.add(str(event["trajectory"]))
+        elif kind == "late":
+            found.late.update(map(str, event["ids"]))
+        elif kind == "end":
+            found.parts[-1] = found.parts[-1][0], True
     return found
+
+
+def _places(file: Path) -> dict[str, int]:
+    """Return where in its file each trajectory begins; what a kill left of a line is passed over."""
+    places: dict[str, int] = {}
+    offset = 0
+    with file.open("rb") as lines:
+        for line in lines:
+            if line.rstrip().endswith(b"}"):
+                places[str(orjson.loads(line)["id"])] = offset
+            offset += len(line)
+    return places

@@ -13,7 +13,8 @@ Events, each with ``event`` and these keys::
     take    step, keys                   a train step was given these groups
     drop    step, key, why               a group will never be trained
     orphan  trajectory, place            a process was killed between writing it and saying whose it is
-    end                                  the process ended in order
+    late    ids                          trajectories that a manager from elsewhere wrote, and put into no group in time
+    end                                  the process ended in order, and the disk refused nothing
 
 A trajectory is named ``[id, offset, length, crc]``: where it lies in trajectories.jsonl, or in pending.jsonl.
 """
@@ -141,7 +142,7 @@ class JournalState:
             case "drop":
                 if event["key"] in self.entries:
                     self.entries[event["key"]].dropped = int(event["step"]), str(event["why"])
-            case "orphan" | "end":
+            case "orphan" | "late" | "end":
                 pass
             case other:
                 raise ValueError(f"event is {other!r}")

@@ -68,7 +68,7 @@ class CurrentRollout:
         handed_out: Watches over what the manager works on, with ``rollout.lease_timeout``.
     """
 
-    buffer: ReplayBuffer
+    buffer: CheckedBuffer
     parts: RolloutParts
     handed_out: HandedOut | None = None
 
@@ -178,7 +178,9 @@ class OutsideManager(RolloutManager):
         handed_out = None if seconds is None else HandedOut(seconds, say)
         waited_for = None if handed_out is None else handed_out.arrived
         inside = buffer or LocalReplayBuffer()
-        checked = CheckedBuffer(inside, parts.write, most=config.max_failed_groups, waited_for=waited_for)
+        unclaimed = None if parts.journal is None else parts.journal.unclaimed.update
+        most = config.max_failed_groups
+        checked = CheckedBuffer(inside, parts.write, most=most, waited_for=waited_for, unclaimed=unclaimed)
         parts = replace(parts, write=checked.write, settings=_settings(found, reference, parts.custom))
         current = CurrentRollout(checked, parts, handed_out)
         create: Callable[..., Any] = _attribute(found, "create")
@@ -309,6 +311,7 @@ class OutsideManager(RolloutManager):
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             self._started.clear()
+            self._current.buffer.close()
 
     @property
     def _name(self) -> str:

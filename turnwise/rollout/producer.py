@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from turnwise.errors import EnvError, InferenceError, RunnerLost, TurnwiseError
+from turnwise.errors import DiskError, EnvError, InferenceError, RunnerLost, TurnwiseError
 from turnwise.inference.core import LLMClient, Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
@@ -287,6 +287,9 @@ class RolloutProducer(RolloutManager):
             async with self._slots:
                 outcome = await self._attempt(replace(spec, attempt=attempt))
             error = outcome.error
+            if isinstance(error, DiskError):
+                # Nothing of the episode's: no other one could be written down either.
+                raise error
             self._count_lost(error)
             if error is None:
                 self._note(asked, member, outcome.trajectories)

@@ -68,9 +68,13 @@ class BatchConfig(BaseModel):
 
     @property
     def started(self) -> int:
-        """How many groups a step of ``sync`` starts."""
+        """How many groups a step of ``sync`` starts where all of its batch are fresh."""
+        return self.starts(self.groups)
+
+    def starts(self, fresh: int) -> int:
+        """Return how many groups a step of ``sync`` starts that takes so many fresh ones."""
         # Rounded: 1.1 times 10 is 11.000000000000002, and 11 is meant.
-        return math.ceil(round(self.groups * self.over_sample, 6))
+        return math.ceil(round(fresh * self.over_sample, 6))
 
 
 def check_leftover(batch: BatchConfig, replay: ReplayConfig, *, sync: bool) -> None:

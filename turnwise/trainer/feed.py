@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.errors import CheckpointError, TaskError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.managers import Rollouts
-from turnwise.rollout.replay_setup import allowed_staleness
+from turnwise.rollout.replay_setup import allowed_staleness, make_admission
 from turnwise.rollout.strategies import GroupFacts
 from turnwise.tasks import Task
 from turnwise.trainer.config import TrainConfig
@@ -117,8 +117,13 @@ class Feed:
             self.issue(self.next(missing, group_size=group_size))
 
     def ask(self, *, group_size: int | None = None) -> None:
-        """Ask for what a step of ``sync`` starts with, less what is on its way already."""
-        self.top_up(self._config.batch.started, group_size=group_size)
+        """Ask for what a step of ``sync`` starts with, less what is on its way already.
+
+        Stored groups fill the rest of a batch (``replay.strategy: mixed``); where there are too few of them, the buffer
+        asks for fresh ones.
+        """
+        fresh = make_admission(self._config.replay, self._config.replay_facts).groups
+        self.top_up(self._config.batch.starts(fresh), group_size=group_size)
 
     async def end(self) -> None:
         """Have nothing rolled out any more: no step is to come. A process that goes on asks for it again.

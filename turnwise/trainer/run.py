@@ -52,7 +52,7 @@ from turnwise.trainer.metrics import checked, figures
 from turnwise.trainer.reference import KLGuard
 from turnwise.trainer.run_directory import RunDirectory, cpu_seconds
 from turnwise.trainer.run_display import run_display
-from turnwise.trainer.run_files import open_files
+from turnwise.trainer.run_files import at_exit, open_files
 from turnwise.trainer.run_start import CRITIC, Start, read_start
 from turnwise.trainer.servers import launch_servers
 from turnwise.trainer.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
@@ -293,12 +293,12 @@ async def open_run(
         part = home.begin(config, start.state.config_digest, fresh=fresh)
         start.store.tidy(after=resume_step)
         # Called last, when the servers have ended: then their CPU time is that of children.
-        stack.callback(lambda: home.spend(time.monotonic() - started, cpu_seconds()))
+        at_exit(stack, lambda: home.spend(time.monotonic() - started, cpu_seconds()))
         run = await _assemble(config, directory, start, part, console, stack)
         run.hooks = HookCalls.open(start.hooks, run)
         run.feed.restore(run.state.feed)
         run.first_eval = home.read().get("first_eval")
-        stack.callback(_save_unsaved, run)
+        at_exit(stack, partial(_save_unsaved, run))
         if run.state.step or config.policy.model.continues_adapter:
             # Servers were launched with the model that the configuration names.
             await run.sync_weights()

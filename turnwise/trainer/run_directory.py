@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from turnwise.append import writing
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, ConfigError, FormatError, TrainError
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
@@ -60,7 +61,8 @@ class RunDirectory:
         Raises:
             TrainError: Another process works in it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             try:
@@ -151,7 +153,8 @@ class RunDirectory:
                     shutil.rmtree(entry)
                 else:
                     entry.unlink()
-        (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        with writing(self.path / "config.yaml"):
+            (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         known = self.read()
         part = int(known.get("parts", 0))
         self.note(id=known.get("id") or uuid.uuid4().hex[:12], parts=part + 1, config_digest=digest)
@@ -172,10 +175,11 @@ class RunDirectory:
         return record
 
     def note(self, **values: Any) -> None:
-        """Write values into ``run.json``, which is at any moment whole."""
+        """Write values into ``run.json``, which is at any moment whole. Raises DiskError where the disk refuses."""
         draft = self._file.with_suffix(".draft")
-        draft.write_bytes(orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
-        draft.rename(self._file)
+        with writing(self._file):
+            draft.write_bytes(orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
+            draft.rename(self._file)
 
     def spend(self, wall_s: float, cpu_s: float) -> None:
         """Add what a process cost to what those before it did; one that was killed is missing."""

@@ -1,17 +1,20 @@
 """The files that a training run appends to.
 
-Owns: :class:`RunFiles` and :func:`open_files`. Refuses: what is written to them, and those of the servers.
+Owns: :class:`RunFiles`, :func:`open_files` and :func:`at_exit`. Refuses: what is written to them, and those of the
+servers.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from turnwise.errors import CheckpointError, DiskError
 from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.journal import Journal
 from turnwise.rollout.replay_setup import allowed_uses
@@ -67,3 +70,19 @@ def open_files(
     for each in (files.journal, files.batches, files.metrics, files.diagnostics, files.timeline):
         stack.callback(each.close)
     return files
+
+
+def at_exit(stack: contextlib.AsyncExitStack, act: Callable[[], object]) -> None:
+    """Have something written on the way out. What a full disk says there is left out where it ended the run: the first
+    error tells it.
+    """
+
+    def leave(kind: object, error: BaseException | None, trace: object) -> None:
+        del kind, trace
+        try:
+            act()
+        except (CheckpointError, DiskError):
+            if not isinstance(error, (CheckpointError, DiskError)):
+                raise
+
+    stack.push(leave)

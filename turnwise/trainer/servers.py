@@ -47,7 +47,7 @@ async def launch_servers(
     stack.push_async_callback(fleet.close)
     await fleet.launch()
     book = Book(directory / "ledger.jsonl")
-    stack.callback(book.close)
+    stack.push(book.leave)
     frozen = await open_frozen(config.rollout.frozen, renderers, stack, start=model, logs=logs, book=book)
     client = LedgerClient(fleet.client, book)
     stack.push_async_callback(client.close)

@@ -20,8 +20,8 @@ from typing import Final
 
 import orjson
 
-from turnwise.append import AppendFile
-from turnwise.errors import FormatError
+from turnwise.append import AppendFile, writing
+from turnwise.errors import DiskError, FormatError
 
 GROUP: Final = "group"
 """From a group's first episode until the group is finished, by the group's id."""
@@ -50,13 +50,16 @@ class Timeline:
     """
 
     def __init__(self, path: Path, *, part: int, mode: str) -> None:
-        self._file = AppendFile(path)
+        self._path = path
+        with writing(path):
+            self._file = AppendFile(path)
         self._begun = time.monotonic()
         self._open: dict[int, tuple[str, str, float]] = {}
         self._next = 0
         self._both = 0.0
         self._both_since: float | None = None
-        self._file.append(orjson.dumps({"event": "start", "part": part, "mode": mode, "at": round(time.time(), 3)}))
+        with writing(path):
+            self._file.append(orjson.dumps({"event": "start", "part": part, "mode": mode, "at": round(time.time(), 3)}))
 
     @contextlib.contextmanager
     def span(self, what: str, name: object) -> Iterator[None]:
@@ -77,8 +80,10 @@ class Timeline:
 
     def close(self) -> None:
         """Write down what is open, and close the file. Closing twice is no error."""
-        for number in list(self._open):
-            self._write(number, None)
+        # On a full disk that is missing, as after a kill.
+        with contextlib.suppress(DiskError):
+            for number in list(self._open):
+                self._write(number, None)
         self._file.close()
 
     def _now(self) -> float:
@@ -89,7 +94,8 @@ class Timeline:
         if number not in self._open:
             return
         what, name, begin = self._open.pop(number)
-        self._file.append(orjson.dumps([what, name, round(begin, 4), None if end is None else round(end, 4)]))
+        with writing(self._path):
+            self._file.append(orjson.dumps([what, name, round(begin, 4), None if end is None else round(end, 4)]))
 
     def _count(self) -> None:
         running = {what for what, _, _ in self._open.values()}

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import orjson
 from rich.console import Console
 
+from turnwise.append import writing
 from turnwise.errors import TrainError
 from turnwise.evaluation.result import result_table
 from turnwise.trainer.checkpoint import CheckpointStore
@@ -66,7 +67,9 @@ class TrainSummary:
             "ended_by": self.ended_by,
             "spent": self.spent,
         }
-        (self.directory / "summary.json").write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
+        file = self.directory / "summary.json"
+        with writing(file):
+            file.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def run_train(

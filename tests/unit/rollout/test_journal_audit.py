@@ -49,3 +49,35 @@ def test_a_group_may_be_trained_as_often_as_the_run_allows(tmp_path: Path) -> No
     assert account(file).misused([("a1", 1), ("a1", 3)]) == [
         "trajectory a1: trained in step 3, but the journal gave its group to 1, 2, 4"
     ]
+
+
+def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
+    """The trajectories stand in the file one after the other, each in 14 bytes."""
+    names = ["old", "a01", "o01", "c01", "x01", "b01", "y01"]
+    (tmp_path / "trajectories.jsonl").write_text("".join(f'{{"id": "{name}"}}\n' for name in names))
+    start = {"event": "start", "after_step": 0, "schema_version": SCHEMA_VERSION}
+    events = [
+        {**start, "part": 0, "payload": 14},
+        {"event": "member", "key": "a", "trajectories": [["a01", 14, 13, 2]]},
+        {"event": "orphan", "trajectory": "o01"},
+        {**start, "part": 1, "payload": 14 * 3},
+        {"event": "late", "ids": ["c01"]},
+        {"event": "end"},
+        {**start, "part": 2, "payload": 14 * 5},
+        {"event": "member", "key": "b", "trajectories": [["b01", 14 * 5, 13, 2]]},
+    ]
+    file = tmp_path / "journal.jsonl"
+
+    def unnamed(*also: dict) -> list[str]:
+        file.write_bytes(b"".join(seal(event) + b"\n" for event in (*events, *also)))
+        return [text.split()[1] for text in account(file).unnamed(names, tmp_path / "trajectories.jsonl")]
+
+    # What stood there before the journal began is none of its business, nor what a process left that still runs.
+    assert unnamed() == ["x01:"]
+    assert unnamed({"event": "end"}) == ["x01:", "y01:"]
+    assert unnamed({**start, "part": 3, "payload": 14 * 7}) == ["x01:", "y01:"]
+    assert unnamed({"event": "orphan", "trajectory": "y01"}, {**start, "part": 3, "payload": 14 * 7}) == ["x01:"]
+    assert account(file).fates(["c01", "y01", "x01"]) == {
+        "finished trajectories that came too late": 1, "finished trajectories that a kill cut off": 1,
+        "finished, in no group": 1,
+    }  # fmt: skip

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from turnwise.errors import FormatError, TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal import Journal
+from turnwise.rollout.journal_audit import account
 from turnwise.rollout.journal_lines import read_journal, seal, unseal
 from turnwise.rollout.replay import LocalReplayBuffer, facts_of
 from turnwise.rollout.writer import read_trajectories
@@ -236,3 +237,18 @@ async def test_a_buffer_keeps_no_more_in_memory_than_it_may_and_reads_the_rest_a
     assert len(await again.fetch(ref)) == 8
     never = LocalReplayBuffer(journal=Journal.open(tmp_path, part=2, after_step=1))
     assert not any(never.expect(request, 0) for request in requests)
+
+
+def test_what_a_manager_put_into_no_group_is_named_at_the_end(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    finish(journal, "a", range(1))
+    journal.write(member("b", 0))
+    journal.unclaimed |= {"0-a/0.0", "0-b/0.0", "written-by-nobody"}
+    journal.close()
+    events = [event for _, event in read_journal(tmp_path / "journal.jsonl").events]
+    assert [event["ids"] for event in events if event["event"] == "late"] == [["0-b/0.0"]]
+    found = account(tmp_path / "journal.jsonl")
+    names = ["0-a/0.0", "0-b/0.0"]
+    assert found.unnamed(names, tmp_path / "trajectories.jsonl") == []
+    # Read as every journal is by the next process.
+    Journal.open(tmp_path, part=1).close()

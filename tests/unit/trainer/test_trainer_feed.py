@@ -116,6 +116,17 @@ async def test_at_the_end_nothing_is_rolled_out_any_more_and_a_run_that_goes_on_
     assert own.handed_out == 1
 
 
+async def test_a_step_starts_no_more_fresh_groups_than_it_takes() -> None:
+    mixed = {"strategy": "mixed", "stored_share": 0.5}
+    first, asked, *_ = feed(replay=mixed, batch={"groups": 4})
+    first.ask()
+    first.ask()
+    assert len(asked.requests) == 2, "stored groups fill the rest, or the buffer asks for more"
+    more, asked, *_ = feed(replay=mixed, batch={"groups": 4, "over_sample": 1.5})
+    more.ask()
+    assert len(asked.requests) == 3
+
+
 async def test_messages_with_calls_survive() -> None:
     first, asked, *_ = feed()
     first.top_up(2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from turnwise.append import AppendFile
+from turnwise.append import AppendFile, writing
 from turnwise.errors import FormatError
 
 
@@ -20,11 +20,13 @@ class JSONLLogger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = AppendFile(path)
+        with writing(path):
+            self._file = AppendFile(path)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append a record. Values that are not finite become null."""
-        self._file.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY))
+        """Append a record. Values that are not finite become null. Raises DiskError where the disk refuses."""
+        with writing(self.path):
+            self._file.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY))
 
     def close(self) -> None:
         """Close the file. Closing twice is no error."""
