@@ -47,7 +47,9 @@ def kill_at_random(config: TrainConfig, kills: int, seconds: float, seed: int) -
                 time.sleep(draw.uniform(0, 3))
                 servers = servers_of(process)
                 if process.poll() is not None:
-                    assert "died" in process.output(), process.output()
+                    # On a busy machine a server may be killed before it has started.
+                    said = process.output()
+                    assert "died" in said or "did not start: signal 9" in said, said
                     break
                 victim = draw.choice(["trainer", *["server"] * bool(servers)])
                 os.kill(process.pid if victim == "trainer" else servers[0].pid, signal.SIGKILL)
