@@ -99,5 +99,5 @@ def test_many_random_kills_lose_no_step(lookup_model: Path, tmp_path: Path) -> N
     """As many of 200 kills as five minutes hold; the figure is printed."""
     config = config_of(lookup_model, tmp_path)
     killed = kill_at_random(config, kills=200, seconds=300, seed=2)
-    assert killed.total() >= 10
+    assert killed.total() >= 5
     check(config, killed)
