@@ -82,7 +82,7 @@ def audit_files(run: Path) -> AuditReport:
         audit = _Audit(ledger, batches, report, waiting)
         audit.all(read_trajectories(run / TRAJECTORIES))
         journal = account(run / JOURNAL)
-        report.contradictions += journal.misused((row.trajectory, row.step) for row in batches.rows)
+        report.contradictions += journal.misused([(row.trajectory, row.step) for row in batches.rows])
         if (run / JOURNAL).is_file():
             report.counts.update(journal.fates(audit.finished))
             report.contradictions += journal.unnamed(audit.finished, run / TRAJECTORIES)

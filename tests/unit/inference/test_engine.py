@@ -62,7 +62,8 @@ def checkpoints(tmp_path_factory):
     return get
 
 
-@pytest.fixture(scope="module")
+# Each test draws the same, whichever worker runs it after whichever others.
+@pytest.fixture
 def rng():
     return np.random.default_rng(7)
 
