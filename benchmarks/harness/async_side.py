@@ -55,7 +55,7 @@ def pin(pid: int, core: int) -> None:
 
 async def side(model: Path, mode: str, steps: int) -> dict[str, float]:
     from turnwise.trainer.config import TrainConfig
-    from turnwise.trainer.loggers import read_metrics
+    from turnwise.trainer.loggers.jsonl import read_metrics
     from turnwise.trainer.loops.configured import train_as_configured
     from turnwise.trainer.run import open_run
     from turnwise.trainer.timeline import SYNC, read_timeline
