@@ -21,6 +21,8 @@ from turnwise.errors import ConfigError
 
 # How modules are called that are made of files.
 _FILE = "turnwise_file_"
+# The names of modules that were imported otherwise, by their files: every episode asks for its environment.
+_IMPORTED: dict[str, str] = {}
 
 
 def load_object(reference: str, what: str) -> Any:
@@ -106,8 +108,7 @@ def load_file(file: str | Path, what: str) -> ModuleType:
     name = f"{_FILE}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
-    loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
-    known = next((each for each in loaded if vars(each).get("__file__") == str(path)), None)
+    known = _imported(str(path))
     if known is not None:
         # It was imported as a module: run once more, it would register everything a second time.
         return known
@@ -123,6 +124,18 @@ def load_file(file: str | Path, what: str) -> ModuleType:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"{what}: running {_place(path, error)} failed: {type(error).__name__}: {text}") from error
     return module
+
+
+def _imported(file: str) -> ModuleType | None:
+    """Return the module that was imported of a file, if any."""
+    before = sys.modules.get(_IMPORTED.get(file, ""))
+    if before is not None and vars(before).get("__file__") == file:
+        return before
+    for name, each in list(sys.modules.items()):
+        if isinstance(each, ModuleType) and vars(each).get("__file__") == file:
+            _IMPORTED[file] = name
+            return each
+    return None
 
 
 def _place(path: Path, error: Exception) -> str:

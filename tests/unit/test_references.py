@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def test_a_class_is_found_in_a_file_and_only_loaded_once(tmp_path: Path) -> None
     assert (place_of(found.__module__), place_of("collections"), place_of("turnwise_file_no")) == (
         "mine.py", "collections", "turnwise_file_no",
     )  # fmt: skip
+
+
+def test_a_file_that_was_imported_as_a_module_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "class Mine:\n    pass\n", "imported_before.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("imported_before")
+    assert [load_object(f"{file}:Mine", "env") for _ in range(2)] == [module.Mine] * 2
+    # Imported anew, as notebooks do: the new one counts.
+    del sys.modules["imported_before"]
+    again = importlib.import_module("imported_before")
+    assert load_object(f"{file}:Mine", "env") is again.Mine is not module.Mine
+    del sys.modules["imported_before"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ decode to the same text, and none of them is a control id.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,9 @@ ESCAPE = "\udfff"
 _LONE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
 _OFF = frozenset({"0", "f", "false", "n", "no", "off"})
+# How many texts an encoder remembers, and how many characters one of them may have: together they bound its memory.
+_REMEMBERED = 64
+_REMEMBERED_LENGTH = 65_536
 
 
 class Tokenizer(Protocol):
@@ -82,6 +86,19 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return encode
 
 
+def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """Return an encoder that remembers what it encoded last: the members of a group begin with one prompt."""
+
+    @functools.lru_cache(maxsize=_REMEMBERED)
+    def known(text: str) -> tuple[int, ...]:
+        return tuple(encode(text))
+
+    def remembering(text: str) -> list[int]:
+        return list(known(text)) if len(text) <= _REMEMBERED_LENGTH else encode(text)
+
+    return remembering
+
+
 class Tokens:
     """A tokenizer and its added tokens.
 
@@ -93,7 +110,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._encode = _encoder(tokenizer)
+        self._encode = _remembering(_encoder(tokenizer))
         self.added: dict[str, int] = {
             token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.content
         }

@@ -14,6 +14,7 @@ from support.chat_models import FAMILIES, MAIN, Family, model_dir, renderer_for,
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.model_dir import read_model_dir
 from turnwise.inference.renderer import TemplateRenderer, load_renderer, make_renderer
+from turnwise.inference.tokens import Tokens
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
 
 TOOLS = [
@@ -301,6 +302,27 @@ class CountingTokenizer:
         return self.inner.get_added_tokens_decoder()
 
 
+def test_a_prompt_that_all_members_of_a_group_begin_with_is_encoded_once() -> None:
+    files = read_model_dir(model_dir(MAIN[0]))
+    counter = CountingTokenizer(files.tokenizer)
+    tokens = Tokens(counter)
+    text = "the prompt of a group " * 20
+    before = counter.encoded
+    first = tokens.encode(text)
+    once = counter.encoded
+    assert once == before + len(first)
+    kept = list(first)
+    # What is done to one answer is not seen in the next.
+    first.clear()
+    assert tokens.encode(text) == kept
+    assert counter.encoded == once
+    # Texts too long to be kept are encoded each time, to the same ids.
+    long = text * 200
+    ids = tokens.encode(long)
+    assert tokens.encode(long) == ids
+    assert counter.encoded == once + 2 * len(ids)
+
+
 @pytest.mark.parametrize("family", MAIN)
 def test_encoding_a_turn_costs_its_new_tokens_only(family: str) -> None:
     files = read_model_dir(model_dir(family))
@@ -316,10 +338,12 @@ def test_encoding_a_turn_costs_its_new_tokens_only(family: str) -> None:
     spent = []
     for turn in range(12):
         before = counter.encoded
-        following = extend_counted(renderer, history, said, last, [answer(FIRST, "row " * 50)])
+        # Another one each time: an answer that was encoded before costs nothing.
+        new = answer(FIRST, f"row {turn} " * 50)
+        following = extend_counted(renderer, history, said, last, [new])
         assert following is not None
         spent.append((counter.encoded - before) - len(following))
-        history += [last, answer(FIRST, "row " * 50)]
+        history += [last, new]
         if turn == 0:
             continue  # the shape is proven once
         assert spent[-1] in (0, 1), "only new text is encoded (one id may be the close that was sampled)"
