@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.lookup_envs import Graded
 from support.lookup_run import MEMBERS, lines, silent, train_config
 from turnwise.rollout.audit import audit_files
@@ -95,6 +97,24 @@ def test_the_tail_of_a_batch_is_carried_into_the_next_step(lookup_model: Path, t
         for name in rows
     }
     assert {1} in versions.values(), "the one that was waited for sampled with the weights of the first step"
+    assert audit_files(run).sound
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", pytest.param("separate_async", marks=pytest.mark.long)])
+def test_the_tail_is_carried_beside_the_update(mode: str, lookup_model: Path, tmp_path: Path) -> None:
+    """The first episode waits until a group is asked for in the place of the one that step 1 took."""
+    batch = {"groups": 2, "tail": {"seconds": 0, "share": 0.5}}
+    replay = {"max_staleness": 2, "ahead": 0}
+    run = trained(lookup_model, tmp_path, first=2 * MEMBERS, batch=batch, replay=replay, mode=mode)
+    first, second = steps_of(run)
+    assert first["straggler/cut_groups"] == first["straggler/carried"] == 1
+    assert first["batch/trajectories"] == MEMBERS
+    assert (first["replay/staleness_max"], second["replay/staleness_max"]) == (0, 1)
+    assert "rollout/cancelled_episodes" not in second
+    rows = {row.trajectory: row.step for row in read_batches(run / "batches.jsonl").rows}
+    groups = [{name.rpartition("/")[0] for name, step in rows.items() if step == which} for which in (1, 2)]
+    assert len(groups[0]) == 1
+    assert groups[0].isdisjoint(groups[1])
     assert audit_files(run).sound
 
 

@@ -13,51 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from support.vllm_server import right_conversations
+from support.greedy import CLOSE, GREEDY, builtin_greedy, check_greedy, conversations, greedy, logits, prompts
 from turnwise.errors import RequestRefused
-from turnwise.inference.builtin import BuiltinReplica
-from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.config import InferenceConfig
 from turnwise.inference.control import ControlRoutes
 from turnwise.inference.core import TensorEntry, WeightManifest
 from turnwise.inference.generate_request import encode_request
 from turnwise.inference.renderer import load_renderer
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.inference.wire import GENERATE
-from turnwise.types import Completion, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema, as_ids
+from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt, as_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 CONTEXT = 512
-CLOSE = 1e-4
-TIE = 1e-3
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 LONG = SamplingParams(temperature=1.0, max_tokens=400, seed=1, ignore_eos=True)
-
-
-def prompts(vocabulary: int, count: int, seed: int = 0) -> list[TokenPrompt]:
-    rng = np.random.default_rng(seed)
-    return [TokenPrompt(as_ids(rng.integers(8, vocabulary, rng.integers(5, 60)))) for _ in range(count)]
-
-
-async def conversations(checkpoint: Path, count: int) -> list[TokenPrompt]:
-    """Return prompts of conversations that the model was not trained on, some before the first call, some after it."""
-    renderer = load_renderer(checkpoint)
-    found = []
-    for number, row in enumerate((await right_conversations(20 * count, seed=1))[:count]):
-        tools = [ToolSchema(**tool["function"]) for tool in row["tools"]]
-        calls = [place for place, message in enumerate(row["messages"]) if message["role"] == "assistant"]
-        until = calls[number % len(calls)]
-        found.append(TokenPrompt(renderer.render(canonical_messages(row["messages"][:until]), tools)))
-    return found
-
-
-def logits(model: Any, prompt: TokenPrompt, completion: TokenIds) -> torch.Tensor:
-    """Return what the model itself says at each sampled position: [tokens, vocabulary]."""
-    ids = np.concatenate([prompt.ids, completion]).astype(np.int64)
-    with torch.inference_mode():
-        said = model(input_ids=torch.from_numpy(ids).unsqueeze(0)).logits[0].float()
-    return said[len(prompt.ids) - 1 : -1]
 
 
 def check_logprobs(model: Any, prompt: TokenPrompt, done: Completion, temperature: float) -> torch.Tensor:
@@ -319,25 +288,4 @@ async def test_greedy_equals_the_built_in_engine(
     client: HTTPClient, checkpoint: Path, reference: Any, tmp_path: Path
 ) -> None:
     asked = [*prompts(reference.config.vocab_size, 8, seed=1), *(await conversations(checkpoint, 16))]
-    builtin = BuiltinReplica(checkpoint, InferenceConfig(dtype="float32"), log_file=tmp_path / "builtin.log")
-    await builtin.launch()
-    own = HTTPClient([builtin.url])
-    try:
-        sides = [
-            await asyncio.gather(*(each.generate(prompt, GREEDY, session_id="") for prompt in asked))
-            for each in (client, own)
-        ]
-    finally:
-        await own.close()
-        await builtin.close()
-    compared = 0
-    for prompt, theirs, ours in zip(asked, *sides, strict=True):
-        assert len(theirs.token_ids) == len(ours.token_ids) == 40
-        best = logits(reference, prompt, ours.token_ids).topk(2).values
-        ties = ((best[:, 0] - best[:, 1]) < TIE).nonzero()
-        until = int(ties[0]) if len(ties) else 40
-        assert theirs.token_ids[:until].tolist() == ours.token_ids[:until].tolist()
-        assert np.abs(theirs.logprobs[:until] - ours.logprobs[:until]).max(initial=0) < CLOSE
-        compared += until
-    # Ties are rare in a trained model: nearly everything was compared.
-    assert compared > 0.8 * 40 * len(asked)
+    check_greedy(reference, asked, await greedy(client, asked), await builtin_greedy(checkpoint, asked, tmp_path))

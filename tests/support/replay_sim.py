@@ -1,7 +1,7 @@
 """A run on a simulated clock: rollouts of random length, lost workers, a trainer that takes its time, restarts.
 
-Owns: :class:`Simulation`. The buffer, the strategies and the admission are real; nothing else is, and nothing takes
-time.
+Owns: :class:`Simulation`. The buffer, the strategies and the admission are real, and the journal where a run has one;
+nothing else is, and nothing takes time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from turnwise.rollout.admission import Admission
 from turnwise.rollout.core import BatchRef, RolloutRequest
+from turnwise.rollout.journal import Journal
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.strategies import GroupFacts, Strategy
 from turnwise.tasks import Task
@@ -45,11 +47,18 @@ class Saved:
     step: int = 0
     position: int = 0
     outstanding: tuple[str, ...] = ()
+    stored: tuple[tuple[str, int], ...] = ()
     trained: Counter[str] = field(default_factory=Counter)
 
 
 class Simulation:
     """Runs a plan; afterwards it holds what was trained and dropped.
+
+    Args:
+        plan: What happens.
+        strategy: Chooses.
+        admission: How far rollouts run ahead.
+        home: Where the run has a journal; None: each process is told again what the others finished.
 
     Attributes:
         trained: How often each group was trained, in the run as it stands.
@@ -59,7 +68,8 @@ class Simulation:
         outstanding: What is neither trained nor dropped.
     """
 
-    def __init__(self, plan: Plan, strategy: Strategy, admission: Admission) -> None:
+    def __init__(self, plan: Plan, strategy: Strategy, admission: Admission, home: Path | None = None) -> None:
+        self.home, self.part = home, 0
         self.plan, self.strategy, self.admission = plan, strategy, admission
         self.random = random.Random(plan.seed)
         self.now, self.order = 0.0, itertools.count()
@@ -74,7 +84,9 @@ class Simulation:
 
     def _begin(self) -> None:
         """Start a process: from the last checkpoint, with what the journal holds."""
-        self.buffer = LocalReplayBuffer(self.strategy)
+        self.buffer = LocalReplayBuffer(self.strategy, self._journal())
+        if self.home is not None:
+            assert self._stored() == self.saved.stored
         self.buffer.refill_by(self._refill)
         self.buffer.drops_to(self._told)
         self.events: list[tuple[float, int, str, str]] = []
@@ -86,6 +98,16 @@ class Simulation:
         self.dropped = {key: why for key, why in self.dropped.items() if int(key.split("-")[1]) < self.position}
         self.outstanding: dict[str, int] = {}
         self.began: dict[str, int] = {}
+
+    def _journal(self) -> Journal | None:
+        if self.home is None:
+            return None
+        uses = self.strategy.max_uses if self.strategy.keep_groups else 1
+        self.part += 1
+        return Journal.open(self.home, part=self.part - 1, after_step=self.saved.step, max_uses=uses)
+
+    def _stored(self) -> tuple[tuple[str, int], ...]:
+        return tuple((each.id, each.uses) for each in self.buffer.ready("train") if each.uses)
 
     async def run(self) -> None:
         """Run to the last step."""
@@ -120,7 +142,8 @@ class Simulation:
             self.step += 1
             self.version = self.step
             if self.step % self.plan.save_every == 0:
-                self.saved = Saved(self.step, self.position, tuple(self.outstanding), Counter(self.trained))
+                left = tuple(self.outstanding)
+                self.saved = Saved(self.step, self.position, left, self._stored(), Counter(self.trained))
             if self.kills and self.random.random() < 0.3:
                 self.kills -= 1
                 raise KilledError
@@ -164,8 +187,10 @@ class Simulation:
     def _expect(self, key: str) -> None:
         self.asked.add(key)
         self.outstanding[key] = self.version
-        self.buffer.expect(RolloutRequest(Task(key, "?")), self.version)
+        here = self.buffer.expect(RolloutRequest(Task(key, "?")), self.version)
         self.began[key] = self.version
+        if here:
+            return
         # What the journal has arrives at once.
         self._later(0.0 if key in self.journal else self._length(), "done", key)
 

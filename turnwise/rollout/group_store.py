@@ -54,6 +54,15 @@ class GroupStore:
             self._keys[facts.id] = key
         return facts
 
+    def reusable(self, most: int) -> list[GroupFacts]:
+        """Return the facts of groups that earlier processes trained and that may be trained once more, at most so many;
+        those trained longest ago come first, and are left out first.
+        """
+        found = [] if self._journal is None else list(self._journal.reusable)
+        kept = found[max(0, len(found) - most) :]
+        self._keys |= {facts.id: facts.key for facts in kept}
+        return kept
+
     @property
     def next_step(self) -> int:
         """The step that a run begins or goes on with."""
@@ -88,7 +97,11 @@ class GroupStore:
             self._journal.take(step, keys)
 
     def drop(self, step: int, name: str, why: str) -> None:
-        """Note that a group will never be trained, and forget it. Raises TrainError where the disk refuses."""
+        """Note that a group will never be trained, or not once more, and forget it.
+
+        Raises:
+            TrainError: The disk refuses.
+        """
         if self._journal is not None and name in self._keys:
             self._journal.drop(step, self._keys[name], why)
         self.forget(name)

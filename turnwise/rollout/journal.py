@@ -20,7 +20,7 @@ from turnwise.append import AppendFile, writing
 from turnwise.errors import DiskError, FormatError, TrainError
 from turnwise.rollout.journal_lines import JOURNAL, SCHEMA_VERSION, read_journal, seal
 from turnwise.rollout.journal_recovery import drop_lost, named, unnamed
-from turnwise.rollout.journal_state import JournalState, Stored
+from turnwise.rollout.journal_state import Entry, JournalState, Stored
 from turnwise.rollout.strategies import GroupFacts
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -51,6 +51,8 @@ class Journal:
 
     Attributes:
         next_step: The step after the checkpoint that this process went on from: it drops what is dropped before a step.
+        handed_out: How many groups this process gave to steps.
+        reusable: What earlier processes trained and may be trained once more, those trained longest ago first.
         unclaimed: Ids of trajectories that a manager from elsewhere wrote, and put into no group in time.
     """
 
@@ -65,6 +67,8 @@ class Journal:
         self._closed = False
         self._refused = False
         self.next_step = 1
+        self.handed_out = 0
+        self.reusable: tuple[GroupFacts, ...] = ()
         self.unclaimed: set[str] = set()
 
     @classmethod
@@ -112,10 +116,14 @@ class Journal:
             orphans = [] if state.payload is None else unnamed(payloads, state.payload, offsets, say)
             journal = cls(directory, state, file, payloads)
             journal.next_step = after_step + 1
-            drop_lost(state, journal._file_of, payloads.path, path, say)
+            # First of all: what is given back has to be on disk, too.
+            state.undo_after(after_step)
+            drop_lost(state, journal._file_of, payloads.path, path, say, max_uses=max_uses)
             journal._tell(orphans)
             start = {"part": part, "after_step": after_step, "max_uses": max_uses, "payload": payloads.size}
             journal._note("start", schema_version=SCHEMA_VERSION, **start)
+            journal.reusable = tuple(_facts(key, entry, entry.arrived) for key, entry in state.stored(max_uses))
+            state.forget_consumed(max_uses)
         return journal
 
     def write(self, trajectory: Trajectory) -> None:
@@ -190,9 +198,10 @@ class Journal:
     def take(self, step: int, keys: Sequence[str]) -> None:
         """Note that a train step was given these groups. Raises TrainError where the disk refuses."""
         self._note("take", step=step, keys=list(keys))
+        self.handed_out += len(keys)
 
     def drop(self, step: int, key: str, why: str) -> None:
-        """Note that a group will never be trained. Raises TrainError where the disk refuses."""
+        """Note that a group will never be trained, or not once more. Raises TrainError where the disk refuses."""
         self._note("drop", step=step, key=key, why=why)
 
     def found(self, key: str) -> Found | None:
@@ -212,9 +221,7 @@ class Journal:
         entry = self._state.entries.get(key)
         if entry is None or entry.consumed or entry.whole is None:
             return None
-        values: dict[str, Any] = {name: entry.whole.facts[name] for name in _FACTS if name in entry.whole.facts}
-        values["rewards"] = tuple(values.get("rewards", ()))
-        return GroupFacts(**values, key=key, arrived=arrived)
+        return _facts(key, entry, arrived)
 
     def load(self, key: str) -> tuple[TrajectoryGroup, int]:
         """Read a whole group; return it, and how many bytes it has on disk.
@@ -315,3 +322,11 @@ class Journal:
                 self._payloads.strike(orphan.place)
             elif finished:
                 self._note("orphan", trajectory=orphan.id, place=orphan.record()[1:])
+
+
+def _facts(key: str, entry: Entry, arrived: int) -> GroupFacts:
+    """Return what is known of a group that is whole."""
+    assert entry.whole is not None
+    values: dict[str, Any] = {name: entry.whole.facts[name] for name in _FACTS if name in entry.whole.facts}
+    values["rewards"] = tuple(values.get("rewards", ()))
+    return GroupFacts(**values, key=key, arrived=arrived, uses=len(entry.taken))

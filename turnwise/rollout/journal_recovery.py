@@ -24,13 +24,15 @@ def drop_lost(
     payloads: Path,
     journal: Path,
     say: Callable[[str], None],
+    *,
+    max_uses: int = 1,
 ) -> None:
-    """Look at everything that is still to be trained, and forget what a power cut took.
+    """Look at everything that is still to be trained, also once more, and forget what a power cut took.
 
     Raises:
         FormatError: Something is spoilt, but what was written after it is there.
     """
-    waiting = {key: entry for key, entry in state.entries.items() if not entry.consumed}
+    waiting = {key: entry for key, entry in state.entries.items() if not entry.consumed or entry.reusable(max_uses)}
     needed = {each for entry in waiting.values() for each in _all(entry)}
     bad = {each for each in needed if (file := file_of(each)) is None or not file.holds(each.place)}
     last = max((each.place.offset for each in needed - bad if not each.pending), default=-1)
@@ -46,7 +48,7 @@ def drop_lost(
         if entry.whole is not None and not bad.isdisjoint((*entry.whole.trajectories, *entry.whole.baselines)):
             entry.whole = None
         entry.members = {number: each for number, each in entry.members.items() if bad.isdisjoint(each)}
-        if entry.whole is None and not entry.members:
+        if entry.whole is None and not entry.members and not entry.consumed:
             del state.entries[key]
     if lost := [each for each in bad if not each.pending]:
         say(

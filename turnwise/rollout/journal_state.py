@@ -11,7 +11,7 @@ Events, each with ``event`` and these keys::
     member  key, group, member, trajectories [, pending]    a member ended without an error
     group   key, group, head, facts, trajectories, baselines    a group is whole
     take    step, keys                   a train step was given these groups
-    drop    step, key, why               a group will never be trained
+    drop    step, key, why               a group will never be trained, or not once more
     orphan  trajectory, place            a process was killed between writing it and saying whose it is
     late    ids                          trajectories that a manager from elsewhere wrote, and put into no group in time
     end                                  the process ended in order, and the disk refused nothing
@@ -77,20 +77,26 @@ class Entry:
         group_id: The group.
         members: Finished members by number.
         whole: The group, once it was put.
-        taken: Train steps that were given it.
-        dropped: (step, why) where it will never be trained.
+        arrived: The group's place in the order in which groups became whole, from 0.
+        taken: (train step, place in the order of all takes) of each step that was given it.
+        dropped: (step, why) where it will never be trained, or not once more.
     """
 
     group_id: str
     members: dict[int, tuple[Stored, ...]] = field(default_factory=dict)
     whole: WholeGroup | None = None
-    taken: list[int] = field(default_factory=list)
+    arrived: int = 0
+    taken: list[tuple[int, int]] = field(default_factory=list)
     dropped: tuple[int, str] | None = None
 
     @property
     def consumed(self) -> bool:
         """Whether it was trained, or never will be."""
         return bool(self.taken) or self.dropped is not None
+
+    def reusable(self, max_uses: int) -> bool:
+        """Return whether it was trained, and may be trained once more."""
+        return self.whole is not None and self.dropped is None and 0 < len(self.taken) < max_uses
 
     def stored(self) -> Iterator[Stored]:
         """Yield the trajectories that it needs."""
@@ -115,6 +121,8 @@ class JournalState:
         self.entries: dict[str, Entry] = {}
         self.payload: int | None = None
         self.starts: list[tuple[int, int]] = []
+        self._groups = 0
+        self._takes = 0
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Take an event.
@@ -133,12 +141,14 @@ class JournalState:
                 entry = self._entry(event["key"], event["group"])
                 trajectories, baselines = _stored(event["trajectories"]), _stored(event["baselines"])
                 entry.whole = WholeGroup(event["head"], event["facts"], trajectories, baselines)
+                entry.arrived, self._groups = self._groups, self._groups + 1
                 # Asked for once more after it was given up.
                 entry.dropped = None
             case "take":
                 for key in event["keys"]:
+                    self._takes += 1
                     if key in self.entries:
-                        self.entries[key].taken.append(int(event["step"]))
+                        self.entries[key].taken.append((int(event["step"]), self._takes))
             case "drop":
                 if event["key"] in self.entries:
                     self.entries[event["key"]].dropped = int(event["step"]), str(event["why"])
@@ -147,12 +157,32 @@ class JournalState:
             case other:
                 raise ValueError(f"event is {other!r}")
 
+    def stored(self, max_uses: int) -> list[tuple[str, Entry]]:
+        """Return what was trained and may be trained once more, by key; what was trained longest ago comes first."""
+        found = [(key, entry) for key, entry in self.entries.items() if entry.reusable(max_uses)]
+        return sorted(found, key=lambda each: each[1].taken[-1][1])
+
+    def forget_consumed(self, max_uses: int) -> None:
+        """Keep nothing of what nobody will ask for: a run that goes on holds no more than what waits.
+
+        Members whose group reward is still to come stay: they stand aside, in pending.jsonl.
+        """
+        self.entries = {
+            key: entry
+            for key, entry in self.entries.items()
+            if not entry.consumed or entry.reusable(max_uses) or any(each.pending for each in entry.stored())
+        }
+
     def _start(self, part: int, after: int, payload: int) -> None:
         self.starts.append((part, after))
         self.payload = payload
+        self.undo_after(after)
+
+    def undo_after(self, step: int) -> None:
+        """Give back what later steps were given, and what they dropped: their weights are lost."""
         for entry in self.entries.values():
-            entry.taken = [step for step in entry.taken if step <= after]
-            if entry.dropped is not None and entry.dropped[0] > after:
+            entry.taken = [take for take in entry.taken if take[0] <= step]
+            if entry.dropped is not None and entry.dropped[0] > step:
                 entry.dropped = None
 
     def _entry(self, key: str, group_id: str) -> Entry:

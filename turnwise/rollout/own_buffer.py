@@ -90,6 +90,7 @@ class OwnBuffer(ReplayBuffer):
             TrainError: It raised something else, or returned something else than a batch and its metrics.
         """
         started = time.monotonic()
+        self._inner.refills = False
         try:
             async with self._refilled(global_steps, partition_id, batch_size):
                 found = await self._asked(global_steps, partition_id, batch_size)
@@ -129,6 +130,7 @@ class OwnBuffer(ReplayBuffer):
             yield
             return
         feeding = asyncio.create_task(self._feed(self._refill, step, batch_size))
+        feeding.add_done_callback(self._fed)
         try:
             yield
         finally:
@@ -139,10 +141,16 @@ class OwnBuffer(ReplayBuffer):
         inner = self._inner
         while True:
             missing = self._strategy.lacks(inner.ready("train"), inner.flying("train"), step, batch_size)
-            if missing > 0 and not refill(missing):
+            # The inherited sample asks by itself, and takes a smaller batch where nothing more is asked for.
+            if missing > 0 and not inner.refills and not refill(missing):
                 inner.fail(TrainError(f"step {step}: groups were discarded, and nobody asks for others in their place"))
                 return
             await inner.changed()
+
+    def _fed(self, feeding: asyncio.Task[None]) -> None:
+        """End what waits for groups that nobody asks for any more."""
+        if not feeding.cancelled() and (error := feeding.exception()) is not None:
+            self._inner.fail(error)
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Take a finished group."""

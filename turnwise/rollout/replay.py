@@ -29,6 +29,8 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 PARTITIONS = ("train", "val")
 _EVALUATED = Arrival()
 """Groups of an evaluation are neither weighed nor dropped."""
+OUSTED = "keep_groups"
+"""Why a group is not trained once more that others took the place of."""
 # So many batches of groups that came back too old in one step mean that none will ever be new enough.
 _HOPELESS = 16
 
@@ -45,6 +47,9 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         members: Which groups to train are dropped because members failed; by default those without any.
         tail: How long a batch to train waits for its last groups; by default until they are there.
         memory_mb: How much memory what the journal has may take, in units of 2**20 bytes on disk.
+
+    Attributes:
+        refills: Whether :meth:`sample` of this class was asked, which has what it lacks asked for.
     """
 
     def __init__(
@@ -57,11 +62,14 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         memory_mb: int = 1024,
     ) -> None:
         super().__init__()
+        self.refills = False
         self._members = members or MemberRule()
         self._tail = tail
         self._strategy = strategy or Arrival()
         self._store = GroupStore(journal, memory_mb)
         self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
+        for facts in self._store.reusable(self._strategy.keep_groups):
+            self._ready["train"][facts.id] = facts
         self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
         self._batches: dict[int, list[GroupFacts]] = {}
         # The last step that asked for groups to train, before that the next one: what is dropped is dropped by it.
@@ -69,7 +77,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         # How many groups were handed out, by partition and step; of the newest step only.
         self._taken: dict[tuple[str, int], int] = {}
         self._next_batch = 0
-        self._arrived = 0
+        self._arrived = 1 + max((facts.arrived for facts in self._ready["train"].values()), default=-1)
         self._refill: Callable[[int], bool] | None = None
         self._told: Callable[[GroupFacts, str], None] | None = None
         self._dropped: Counter[str] = Counter()
@@ -83,6 +91,8 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
             if (facts := self._store.restore(request.key, self._arrived)) is not None:
                 self._arrived += 1
                 ready[facts.id] = facts
+                # That it was dropped may be undone, with its step.
+                self._judge(facts.id, self._store.get(facts.id))
                 self._notify()
                 return True
             version = self._store.begun_by(request.key, version)
@@ -136,8 +146,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         self._store.put(group, facts)
         ready[name] = facts
         self._arrived += 1
-        if group.partition == "train" and (why := self._members.refuses(group)) is not None:
-            self._drop(group.partition, name, why)
+        self._judge(name, group)
         self._notify()
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
@@ -155,6 +164,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
         started = time.monotonic()
+        self.refills = True
         if partition_id == "train":
             self._step = global_steps
         strategy, tail = (self._strategy, self._tail) if partition_id == "train" else (_EVALUATED, None)
@@ -182,7 +192,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
             if (take := choice.take or cut.take) is not None:
                 ref, metrics = self.take(take, global_steps)
                 if tail is not None:
-                    metrics |= _cut_metrics(cut, batch_size - len(take))
+                    metrics |= cut.metrics(batch_size - len(take), time.monotonic())
                 return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
             missing = strategy.lacks(self.ready(partition_id), flying, global_steps, batch_size)
             refill = self._refill if choice.refill and partition_id == "train" else None
@@ -302,8 +312,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
             return
         stored = [facts.id for facts in self.ready("train") if facts.uses]
         for group_id in stored[: max(0, len(stored) - self._strategy.keep_groups)]:
-            del kept[group_id]
-            self._store.forget(group_id)
+            self._drop("train", group_id, OUSTED)
         self._notify()
 
     def fail(self, error: BaseException) -> None:
@@ -312,16 +321,18 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
             self._error = error
         self._notify()
 
+    def _judge(self, name: str, group: TrajectoryGroup) -> None:
+        if group.partition == "train" and (why := self._members.refuses(group)) is not None:
+            self._drop(group.partition, name, why)
+
     def _drop(self, partition: str, group_id: str, why: str) -> None:
         facts = self._ready[partition].pop(group_id)
-        if facts.uses:
-            # It was trained, and nobody waits for it.
-            self._store.forget(group_id)
-            return
         self._store.drop(self._step, group_id, why)
-        self._dropped[why] += 1
-        if self._told is not None:
-            self._told(facts, why)
+        # Nobody waits for what was trained.
+        if facts.uses == 0:
+            self._dropped[why] += 1
+            if self._told is not None:
+                self._told(facts, why)
 
     def _smaller(self, step: int, batch_size: int) -> int:
         if batch_size < 1:
@@ -339,11 +350,6 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
 
 def _without_flights(strategy: Strategy, ready: Sequence[GroupFacts], step: int, taken: int, batch_size: int) -> Choice:
     return strategy.choose(ready, (), step, batch_size, taken)
-
-
-def _cut_metrics(cut: Cut, groups: int) -> dict[str, float]:
-    waited = 0.0 if cut.since is None else time.monotonic() - cut.since
-    return {"straggler/cut_groups": float(groups), "straggler/wait_s": waited}
 
 
 def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:

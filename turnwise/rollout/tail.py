@@ -27,6 +27,11 @@ class Cut:
     take: tuple[str, ...] | None = None
     due: float | None = None
 
+    def metrics(self, missing: int, now: float) -> dict[str, float]:
+        """Return what is told of a batch that is taken now and lacks so many groups."""
+        waited = 0.0 if self.since is None else now - self.since
+        return {"straggler/cut_groups": float(missing), "straggler/wait_s": waited}
+
 
 @dataclass(frozen=True, slots=True)
 class Tail:

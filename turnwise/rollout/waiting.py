@@ -20,6 +20,16 @@ T = TypeVar("T")
 _SEEN: contextvars.ContextVar[int | None] = contextvars.ContextVar("turnwise_seen_change", default=None)
 
 
+class _Call:
+    """Blocking code in a thread, and whether anybody still wants its result."""
+
+    def __init__(self) -> None:
+        self.given_up = False
+
+
+_CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("turnwise_blocking_call", default=None)
+
+
 class Waiting:
     """Counts changes, and wakes who waits for the next one."""
 
@@ -57,8 +67,11 @@ class Waiting:
         loop = self._loop
         if loop is None or _running() is loop:
             raise TrainError("wait() would block the run for ever: in an async def, await self.changed() instead")
-        blocked = asyncio.run_coroutine_threadsafe(self.changed(), loop)
         with self._lock:
+            # Who was cancelled while this computed has looked for what waits already.
+            if (call := _CALL.get()) is not None and call.given_up:
+                raise concurrent.futures.CancelledError
+            blocked = asyncio.run_coroutine_threadsafe(self.changed(), loop)
             self._blocked.add(blocked)
         try:
             blocked.result()
@@ -72,16 +85,21 @@ class Waiting:
         self._reissued += 1
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """Run blocking code in a thread, and end its wait when this is cancelled."""
+        """Run blocking code in a thread. When this is cancelled its wait ends, and it changes nothing any more."""
         self._loop = asyncio.get_running_loop()
+        mine = _Call()
+        token = _CALL.set(mine)
         try:
             return await asyncio.to_thread(call)
         except asyncio.CancelledError:
             with self._lock:
+                mine.given_up = True
                 blocked = list(self._blocked)
             for each in blocked:
                 each.cancel()
             raise
+        finally:
+            _CALL.reset(token)
 
     def _on_loop(self, act: Callable[[], T]) -> T:
         """Do something on the event loop, whoever asks: a buffer is changed nowhere else."""
@@ -89,10 +107,15 @@ class Waiting:
         if loop is None or _running() is loop:
             return act()
 
-        async def acting() -> T:
-            return act()
+        call = _CALL.get()
 
-        return asyncio.run_coroutine_threadsafe(acting(), loop).result()
+        async def acting() -> tuple[T] | None:
+            return None if call is not None and call.given_up else (act(),)
+
+        done = asyncio.run_coroutine_threadsafe(acting(), loop).result()
+        if done is None:
+            raise concurrent.futures.CancelledError
+        return done[0]
 
     def _see(self) -> None:
         _SEEN.set(self._changes)

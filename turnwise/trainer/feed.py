@@ -53,7 +53,6 @@ class Feed:
 
     Attributes:
         outstanding: What was asked for and is neither trained nor dropped, in the order in which it was asked for.
-        handed_out: How many groups steps were given so far.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Feed:
         self._sampled: Counter[str] = Counter()
         self._wasted: Counter[str] = Counter()
         self.outstanding: dict[str, Asked] = {}
-        self.handed_out = 0
         buffer.refill_by(self._refill)
         buffer.drops_to(self._dropped)
 
@@ -149,6 +147,8 @@ class Feed:
             TurnwiseError: The rollout manager failed to cancel.
         """
         sync, batch = self._config.mode == "sync", self._config.batch
+        # So often in one step, however many parts it has.
+        self._refilled = 0
         found: dict[str, float] = {}
         if self.outstanding and (sync or batch.tail is not None):
             bound = allowed_staleness(self._config.replay, sync=sync)
@@ -181,10 +181,10 @@ class Feed:
         """Forget what a batch was asked for by: it is trained, or nothing is saved until it is. A process that goes on
         from a checkpoint asks again for what was outstanding.
         """
-        self._refilled = 0
-        self.handed_out += len(groups)
-        for group in groups:
-            self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
+        for number, group in enumerate(groups):
+            # A group that is trained once more says nothing new of its task.
+            if not ref.keys or ref.keys[number] in self.outstanding:
+                self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
         if ref.keys:
             for key in ref.keys:
                 self.outstanding.pop(key, None)

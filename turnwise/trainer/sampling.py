@@ -17,7 +17,7 @@ _SUMMED = ("replay/wait_s", "replay/failed", "replay/reissued", "replay/reused",
 
 
 async def sample_groups(
-    run: TrainRun, wanted: int, *, refill: bool = True
+    run: TrainRun, wanted: int, *, refill: bool = True, settles: bool = True
 ) -> tuple[list[TrajectoryGroup], dict[str, float]]:
     """Wait for the groups of the next train step; what the strategy or hooks left out is replaced.
 
@@ -25,6 +25,7 @@ async def sample_groups(
         run: The run.
         wanted: How many groups.
         refill: Whether groups that hooks drop are replaced by those of the next tasks.
+        settles: Whether the step waits for no further groups: what it left is carried or cancelled then.
 
     Returns:
         The groups, and what was measured while they were waited for.
@@ -56,7 +57,8 @@ async def sample_groups(
         refills += 1
         if missing:
             run.feed.issue(run.feed.next(missing))
-    metrics |= await uninterrupted(run.feed.settle(step))
+    if settles:
+        metrics |= await uninterrupted(run.feed.settle(step))
     if not groups:
         raise TrainError(
             f"step {step}: the hooks left no group of {wanted}, after {refills - 1} refills: a step needs something to "

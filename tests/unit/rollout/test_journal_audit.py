@@ -81,3 +81,34 @@ def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
         "finished trajectories that came too late": 1, "finished trajectories that a kill cut off": 1,
         "finished, in no group": 1,
     }  # fmt: skip
+
+
+def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: Path) -> None:
+    """One run with each contradiction that the journal's account can tell, beside what is sound."""
+    names = ["good", "once", "twic", "lost"]
+    (tmp_path / "trajectories.jsonl").write_text("".join(f'{{"id": "{name}"}}\n' for name in names))
+    file = tmp_path / "journal.jsonl"
+    events = [
+        {"event": "start", "part": 0, "after_step": 0, "payload": 0, "schema_version": SCHEMA_VERSION},
+        *(
+            {"event": "group", "key": f"k-{name}", "trajectories": [[name, 0, 1, 2]], "baselines": []}
+            for name in names[:3]
+        ),
+        {"event": "take", "step": 1, "keys": ["k-good", "k-twic"]},
+        {"event": "drop", "step": 1, "key": "k-once", "why": "stale"},
+        {"event": "take", "step": 2, "keys": ["k-twic"]},
+        {"event": "end"},
+    ]
+    file.write_bytes(b"".join(seal(event) + b"\n" for event in events))
+    found = account(file)
+    assert found.misused([("good", 1), ("once", 2), ("twic", 1), ("twic", 2)]) == [
+        "trajectory once: trained in step 2, but the journal gave its group to none",
+        "trajectory twic: was trained in more than one step: 1, 2",
+    ]
+    assert found.unnamed(names, tmp_path / "trajectories.jsonl") == [
+        "trajectory lost: finished, but by the journal it is in no group, and no kill cut it off"
+    ]
+    # A group that was trained and is not stored any more was given to a step all the same.
+    given = {"event": "drop", "step": 2, "key": "k-good", "why": "keep_groups"}
+    file.write_bytes(file.read_bytes() + seal(given) + b"\n")
+    assert account(file).fates(["good"]) == {"finished trajectories given to a step": 1}

@@ -9,9 +9,10 @@ import pytest
 
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal import Journal
+from turnwise.rollout.members import MemberRule
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.tasks import Task
-from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 REQUEST = RolloutRequest(Task("a", "go"), group_size=3)
 
@@ -56,3 +57,17 @@ async def test_a_drop_before_the_first_sample_is_undone_with_the_step_after_the_
     buffer.expect(REQUEST, after)
     buffer.discard([REQUEST.key], "surplus")
     assert Journal.open(tmp_path, part=4, after_step=after + 1).found(REQUEST.key) is None
+
+
+async def test_a_group_that_lost_its_members_is_refused_again_where_its_step_is_undone(tmp_path: Path) -> None:
+    rule = MemberRule(least=2)
+    for part in range(2):
+        dropped: list[str] = []
+        buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=part), members=rule)
+        buffer.drops_to(lambda facts, why, found=dropped: found.append(f"{facts.key} {why}"))
+        if not buffer.expect(REQUEST, 0):
+            name = f"0-{REQUEST.key}"
+            member = Trajectory(f"{name}/0.0", f"{name}/0.0", name, "a")
+            await buffer.put(TrajectoryGroup(name, "a", [member], failed=2))
+        assert dropped == [f"{REQUEST.key} failed"]
+        assert buffer.ready("train") == buffer.flying("train") == []

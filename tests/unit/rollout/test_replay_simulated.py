@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -34,10 +35,10 @@ SECTIONS = {
 }
 
 
-def run(plan: Plan, **section: object) -> tuple[Simulation, ReplayConfig]:
+def run(plan: Plan, home: Path | None = None, **section: object) -> tuple[Simulation, ReplayConfig]:
     config = ReplayConfig.model_validate(section)
     facts = RunFacts(plan.groups, sync=False, seed=plan.seed)
-    simulation = Simulation(plan, make_strategy(config, facts), make_admission(config, facts))
+    simulation = Simulation(plan, make_strategy(config, facts), make_admission(config, facts), home)
     asyncio.run(simulation.run())
     return simulation, config
 
@@ -61,3 +62,17 @@ def test_bounds_hold_and_nothing_is_lost(name: str, plan: Plan) -> None:
     assert set(done.dropped.values()) <= {"stale", "failed"}
     if name in ("on_policy", "fifo") or name.startswith("wait"):
         assert "stale" not in done.dropped.values()
+
+
+@settings(max_examples=25, deadline=None)
+@given(plan=PLANS, bound=st.sampled_from([None, 3]), keep=st.sampled_from([2, 5, 50]))
+def test_after_each_restart_the_stored_groups_are_those_of_the_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, plan: Plan, bound: int | None, keep: int
+) -> None:
+    """The simulation compares them, with their uses and in their order, whenever it begins a process."""
+    section = {**SECTIONS["mixed"], "max_staleness": bound, "keep_groups": keep}
+    done, _ = run(plan, tmp_path_factory.mktemp("journalled"), **section)
+    assert max(done.trained.values()) <= 3
+    asked = {f"task-{number}" for number in range(done.position)}
+    assert asked == done.trained.keys() | done.dropped.keys() | done.outstanding.keys()
+    assert sum(done.trained.values()) == plan.steps * plan.groups

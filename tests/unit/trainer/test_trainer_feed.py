@@ -15,7 +15,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival, Choice, Strategy
+from turnwise.rollout.strategies import Arrival, Choice, Mixed, Strategy
 from turnwise.rollout.strategies.filtered import Filtered
 from turnwise.tasks import Task
 from turnwise.tasks.order import HeldOrder
@@ -113,7 +113,6 @@ async def test_at_the_end_nothing_is_rolled_out_any_more_and_a_run_that_goes_on_
     await own.end()
     assert asked.cancelled == {asked.requests[0].key, asked.requests[2].key}
     assert own.state() == state
-    assert own.handed_out == 1
 
 
 async def test_a_step_starts_no_more_fresh_groups_than_it_takes() -> None:
@@ -278,3 +277,23 @@ async def test_what_is_filtered_is_replaced_so_often_and_no_more(differ: int, ex
     else:
         ref, metrics = await waiting
         assert (len(ref.group_ids), metrics["replay/dropped/equal"]) == (1, 5)
+
+
+async def test_a_group_that_is_trained_again_counts_once_for_its_task() -> None:
+    learned: list[str] = []
+
+    class Watched(HeldOrder):
+        def learn(self, task_id, rewards):
+            learned.append(task_id)
+
+    config = feed()[0]._config
+    buffer, asked = LocalReplayBuffer(Mixed(0.5, 2, 4)), Asked()
+    own = Feed(config, TaskStream(Watched(TASKS, shuffle=False)), asked, buffer, lambda: 0)
+    own.top_up(2)
+    for number in range(2):
+        await buffer.put(asked.group(number))
+    for step, key in enumerate([asked.requests[0].key, asked.requests[1].key, asked.requests[0].key], 1):
+        ref, _ = buffer.take([f"0-{key}"], step)
+        own.done(ref, await buffer.fetch(ref))
+        await buffer.release(ref)
+    assert learned == ["t0", "t1"]

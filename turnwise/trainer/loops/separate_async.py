@@ -45,19 +45,19 @@ async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
     would be lost. They are there again for the process that goes on.
     """
     step, learned, taken = run.state.step + 1, list[Learned](), 0
-    trained = run.feed.handed_out
+    trained = run.journal.handed_out
     sizes = shares(run.config.batch.groups, run.config.overlap.stream)
     try:
         for size in sizes:
             ask_ahead(run, step, taken)
-            batch = await wait_for(run, size)
+            batch = await wait_for(run, size, settles=taken + size == run.config.batch.groups)
             taken += size
             ask_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
             learned.append(await learn(run, batch, apart, part=len(sizes) > 1))
-            trained = run.feed.handed_out
+            trained = run.journal.handed_out
     except BaseException:
         if _any(learned):
-            run.torn = run.torn or run.feed.handed_out > trained
+            run.torn = run.torn or run.journal.handed_out > trained
             if not run.torn:
                 run.advance()
                 run.log(measured(run, learned, time.monotonic()))

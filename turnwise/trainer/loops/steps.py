@@ -104,13 +104,14 @@ async def roll_out(
     return await wait_for(run, len(requests), refill=False)
 
 
-async def wait_for(run: TrainRun, groups: int, *, refill: bool = True) -> Batch:
+async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: bool = True) -> Batch:
     """Wait until the buffer hands out a batch of groups.
 
     Args:
         run: The run.
         groups: How many.
         refill: Whether groups that hooks drop are replaced by those of the next tasks.
+        settles: Whether the step waits for no further groups.
 
     Raises:
         InferenceError: The inference server died twice.
@@ -118,7 +119,7 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True) -> Batch:
     started, step = time.monotonic(), run.state.step + 1
     run.display.status(f"step {step}: rolling out")
     with run.timeline.span(WAIT, step):
-        taken, metrics = await sample_groups(run, groups, refill=refill)
+        taken, metrics = await sample_groups(run, groups, refill=refill, settles=settles)
     rolled_out = (each for group in taken for each in (*group.trajectories, *group.baselines))
     mine = [each for each in rolled_out if each.policy == TRAINED]
     run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))

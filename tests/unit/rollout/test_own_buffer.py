@@ -1,0 +1,128 @@
+"""A buffer of the user's: whatever its ``sample`` does, nobody waits for ever and no group is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from pathlib import Path
+
+import pytest
+
+from turnwise.errors import TaskError, TrainError
+from turnwise.rollout.core import RolloutRequest
+from turnwise.rollout.journal import Journal
+from turnwise.rollout.own_buffer import OwnBuffer
+from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.strategies import Arrival
+from turnwise.rollout.strategies.filtered import Filtered
+from turnwise.tasks import Task
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+
+def group(name: str, *rewards: float) -> TrajectoryGroup:
+    members = [
+        Trajectory(f"{name}/{n}", f"{name}/{n}", name, name, rewards=[(None, "score", reward)])
+        for n, reward in enumerate(rewards or (1.0, 0.0))
+    ]
+    return TrajectoryGroup(name, name, members)
+
+
+class Counting(LocalReplayBuffer):
+    """Asks the inherited ``sample`` and adds a metric."""
+
+    async def sample(self, global_steps, partition_id, batch_size):
+        ref, metrics = await super().sample(global_steps, partition_id, batch_size)
+        return ref, {**metrics, "mine": float(len(ref.group_ids))}
+
+
+class Patient(LocalReplayBuffer):
+    """Waits until there is a batch."""
+
+    async def sample(self, global_steps, partition_id, batch_size):
+        while len(self.ready(partition_id)) < batch_size:
+            await self.changed()
+        return self.take([each.id for each in self.ready(partition_id)][:batch_size], global_steps)
+
+
+class Forgetful(Patient):
+    """Takes a batch, and fails then."""
+
+    async def sample(self, global_steps, partition_id, batch_size):
+        await super().sample(global_steps, partition_id, batch_size)
+        raise KeyError("mine")
+
+
+class Slow(LocalReplayBuffer):
+    """Computes for long, in a thread; afterwards it takes a group, or waits."""
+
+    def __init__(self, act: str, **inherited):
+        super().__init__(**inherited)
+        self.act, self.computes, self.computed = act, threading.Event(), threading.Event()
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def sample(self, global_steps, partition_id, batch_size):
+        self.computes.set()
+        assert self.computed.wait(30)
+        try:
+            if self.act == "wait":
+                self.wait()
+            return self.take(["a"], global_steps)
+        except concurrent.futures.CancelledError as error:
+            self.ended.set_exception(error)
+            raise
+
+
+@pytest.mark.parametrize("act", ["wait", "take"])
+async def test_a_thread_that_nobody_waits_for_any_more_changes_nothing_and_ends(act: str) -> None:
+    inner = Slow(act)
+    mine = OwnBuffer("Slow", inner, Arrival())
+    await inner.put(group("a"))
+    asked = asyncio.create_task(mine.sample(1, "train", 1))
+    await asyncio.to_thread(inner.computes.wait, 30)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    inner.computed.set()
+    assert isinstance(await asyncio.to_thread(inner.ended.exception, 30), concurrent.futures.CancelledError)
+    assert [each.id for each in inner.ready("train")] == ["a"]
+
+
+async def test_tasks_that_cannot_be_asked_for_end_the_wait() -> None:
+    mine = OwnBuffer("Patient", Patient(), Arrival())
+
+    def refill(missing: int) -> bool:
+        raise TaskError(f"row {missing} cannot be read")
+
+    mine.refill_by(refill)
+    async with asyncio.timeout(30):
+        with pytest.raises(TaskError, match="row 2 cannot be read"):
+            await mine.sample(1, "train", 2)
+
+
+async def test_the_inherited_sample_takes_a_smaller_batch_where_nothing_more_is_asked_for() -> None:
+    strategy = Filtered(Arrival(), "reward")
+    inner = Counting(strategy)
+    mine = OwnBuffer("Counting", inner, strategy)
+    mine.refill_by(lambda missing: False)
+    for name in "ab":
+        mine.expect(RolloutRequest(Task(name, "?")), 0)
+    asked = asyncio.create_task(mine.sample(1, "train", 2))
+    await asyncio.sleep(0)
+    await mine.put(group("a", 1.0, 1.0))
+    await asyncio.sleep(0)
+    await mine.put(group("b"))
+    async with asyncio.timeout(30):
+        ref, metrics = await asked
+    assert (ref.group_ids, metrics["mine"], metrics["replay/dropped/equal"]) == (("b",), 1, 1)
+
+
+async def test_what_a_sample_took_before_it_failed_is_known_to_be_handed_out(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    inner = Forgetful(journal=journal)
+    mine = OwnBuffer("Forgetful", inner, Arrival())
+    for name in "abc":
+        await mine.put(group(name))
+    with pytest.raises(TrainError, match=r"Forgetful\.sample raised KeyError at step 1: 'mine'"):
+        await mine.sample(1, "train", 2)
+    assert journal.handed_out == 2
