@@ -18,6 +18,7 @@ from langgraph.prebuilt import ToolNode, tools_condition
 
 from support.black_boxes import CHAT_LOOP
 from support.chat_models import renderer_for
+from support.loop_clock import pass_time
 from support.remote_agents import Cancels, Endless, Held, Malformed, Notes, Raises
 from turnwise.agents.core import Agent
 from turnwise.agents.react import ReActAgent
@@ -326,11 +327,15 @@ async def test_who_cancels_the_run_stops_the_agent_there(tmp_path: Path) -> None
 async def test_an_episode_s_time_out_stops_the_agent_there_and_waiting_for_a_runner_is_no_part_of_it(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path, episode_timeout=1.0) as run:
+    # Less than the time after which a silent runner is given up.
+    async with running(tmp_path, episode_timeout=20.0) as run:
         asked = asyncio.create_task(run.ask("a"))
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.1)
+        pass_time(21)
         agent = Held()
         playing = run.runner(agent)
+        await agent.begun.wait()
+        pass_time(21)
         [group] = await asked
         await agent.cancelled.wait()
         await stop(playing)

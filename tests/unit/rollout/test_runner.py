@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from support.loop_clock import pass_time
 from support.toy_renderer import CALL, ToyRenderer
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import register_agent
@@ -25,10 +26,12 @@ from turnwise.types import StopReason, ToolCall
 
 TASK = Task("t", "go")
 LOG: list[str] = []
+# A limit that passes when something hangs, and not before.
+LIMIT_S = 60.0
 
 
 class Recording(ToolEnv):
-    """Notes what is called on it."""
+    """Notes what is called on it; where it hangs, time passes."""
 
     fail = ""
     hang = ""
@@ -41,6 +44,7 @@ class Recording(ToolEnv):
         if self.fail == place:
             raise RuntimeError(f"{place} broke")
         if self.hang == place:
+            pass_time(LIMIT_S)
             await asyncio.Event().wait()
 
     async def reset(self, task=None, *, seed=None):
@@ -173,16 +177,17 @@ async def test_a_server_that_fails_is_an_error() -> None:
 
 async def test_a_timeout_is_a_stop_reason() -> None:
     async def never(request):
+        pass_time(LIMIT_S)
         await asyncio.Event().wait()
 
-    trajectory, outcome = await run(ScriptedClient(ToyRenderer(), never), episode_timeout=0.5)
+    trajectory, outcome = await run(ScriptedClient(ToyRenderer(), never), episode_timeout=LIMIT_S)
     assert outcome.error is None
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert LOG == ["reset", "score", "close"]
 
 
 async def test_a_reset_that_hangs_is_an_error() -> None:
-    trajectory, outcome = await run(["42"], env={"hang": "reset"}, episode_timeout=0.02)
+    trajectory, outcome = await run(["42"], env={"hang": "reset"}, episode_timeout=LIMIT_S)
     assert isinstance(outcome.error, EnvError)
     assert trajectory.stop_reason is StopReason.ERROR
     assert LOG == ["reset", "close"]
@@ -190,7 +195,7 @@ async def test_a_reset_that_hangs_is_an_error() -> None:
 
 async def test_a_score_that_hangs_is_an_error() -> None:
     script = [say("", ("look", {"at": 1}))] * 2
-    _, outcome = await run(script, env={"hang": "score"}, score_timeout=0.02, max_turns=1)
+    _, outcome = await run(script, env={"hang": "score"}, score_timeout=LIMIT_S, max_turns=1)
     assert "scoring did not end" in str(outcome.error)
 
 

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 
+from support.loop_clock import pass_time
 from support.toy_renderer import ToyRenderer
 from turnwise.agents.core import Episode
 from turnwise.envs.core import Env, StepResult, invoke
@@ -19,10 +20,12 @@ from turnwise.tasks import Task
 from turnwise.types import Message, StopReason
 
 LOG: list[str] = []
+# Longer than any episode here takes; it passes when the judge is asked.
+EPISODE_S = 60.0
 
 
 class Judge:
-    """What a slow judge does in the test that runs: waits until it may speak, then gives its verdict."""
+    """What a slow judge does in the test that runs: takes its time, waits until it may speak, gives its verdict."""
 
     may_speak: asyncio.Event
     asked: asyncio.Event
@@ -45,6 +48,7 @@ class Judged(ToolEnv):
     async def score(self, final):
         LOG.append(f"score {final and final['content']}")
         Judge.asked.set()
+        pass_time(EPISODE_S)
         try:
             await Judge.may_speak.wait()
         except asyncio.CancelledError:
@@ -96,7 +100,7 @@ def speak_when_the_runner_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("env", [Judged, JudgedByStep])
 async def test_a_score_that_outlasts_the_episode_is_waited_for_and_counts(monkeypatch, env) -> None:
     speak_when_the_runner_scores(monkeypatch)
-    outcome = await run(env, episode_timeout=0.2)
+    outcome = await run(env, episode_timeout=EPISODE_S)
     assert outcome.error is None
     assert LOG == ["score 42", "close"]
     # The answer came in time; only its judge was slow.
@@ -114,12 +118,12 @@ async def test_a_verdict_that_came_before_the_runner_asks_is_taken(monkeypatch) 
         await real(self)
 
     monkeypatch.setattr(Episode, "score", score)
-    outcome = await run(episode_timeout=0.2)
+    outcome = await run(episode_timeout=EPISODE_S)
     assert (LOG, outcome.trajectories[0].reward) == (["score 42", "close"], 1.0)
 
 
 async def test_a_score_that_never_ends_is_an_error_and_given_up_before_the_environment_closes() -> None:
-    outcome = await run(episode_timeout=0.2, score_timeout=0.05)
+    outcome = await run(episode_timeout=EPISODE_S, score_timeout=0.05)
     assert isinstance(outcome.error, EnvError)
     assert "scoring did not end within 0.05 s" in str(outcome.error)
     assert LOG == ["score 42", "given up", "close"]
@@ -129,7 +133,7 @@ async def test_a_score_that_never_ends_is_an_error_and_given_up_before_the_envir
 async def test_a_score_that_fails_late_is_the_environments_error(monkeypatch) -> None:
     Judge.verdict = ValueError("no verdict")
     speak_when_the_runner_scores(monkeypatch)
-    outcome = await run(episode_timeout=0.2)
+    outcome = await run(episode_timeout=EPISODE_S)
     assert "Judged.score raised ValueError: no verdict" in str(outcome.error)
     assert LOG == ["score 42", "close"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from support.boxes import some_boxes
+from support.loop_clock import pass_time
 from turnwise.errors import ConfigError, SandboxDied
 from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import host_python
@@ -66,12 +68,21 @@ async def test_a_session_keeps_its_state(use: Callable[[BaseTool], Do]) -> None:
 
 
 async def test_a_command_that_hangs_is_interrupted_and_the_session_goes_on(use: Callable[[BaseTool], Do]) -> None:
-    shell = use(ShellTool())
+    shell, beside = use(ShellTool()), use(ShellTool({"persistent": False}))
     await shell(command="X=kept; sleep 1000 & echo $! > job")
-    found = await shell(command="echo before; sleep 1000; echo after", timeout=1.5)
+
+    async def hanging(command: str) -> ToolResponse:
+        """Run what makes the file ``hangs``; its time is over as soon as that is there."""
+        running = asyncio.create_task(shell(command=command, timeout=60))
+        while (await beside(command="rm hangs 2>/dev/null && echo it does")).text != "it does":
+            assert not running.done(), running.result()
+        pass_time(60)
+        return await running
+
+    found = await hanging("echo before; touch hangs; sleep 1000; echo after")
     assert found.error == "timeout"
-    assert str(found.text).startswith("before\n(no end within 1.5 s: the command was interrupted; the session goes on)")
-    found = await shell(command="while :; do :; done", timeout=0.3)
+    assert str(found.text).startswith("before\n(no end within 60 s: the command was interrupted; the session goes on)")
+    found = await hanging("touch hangs; while :; do :; done")
     assert "the session goes on" in str(found.text)
     assert (await shell(command="echo $X; kill -0 $(cat job) && echo alive")).text == "kept\nalive"
 
