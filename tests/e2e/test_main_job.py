@@ -22,8 +22,8 @@ KINDS = ("sampled", "greedy")
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main-job")]
 
 
-def start(runs: Path, seed: int, name: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(MAIN), "--runs", str(runs), "--seed", str(seed), "--name", name]
+def start(runs: Path, seed: int, name: str, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(MAIN), "--runs", str(runs), "--seed", str(seed), "--name", name, *more]
     with (runs / f"{name}.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -44,6 +44,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def summaries(runs: Path) -> dict[int, dict[str, Any]]:
     return {seed: finish(start(runs, seed, f"seed{seed}"), runs, f"seed{seed}") for seed in (0, 1, 2)}
+
+
+def take_warm_start(runs: Path, name: str) -> None:
+    """Begin the directory of a run with the warm start of seed 0, which is the same for all of them."""
+    for part in ("sft", "initial"):
+        shutil.copytree(runs / "seed0" / part, runs / name / part)
 
 
 def success(part: dict[str, Any], kind: str) -> float:
@@ -76,9 +82,8 @@ def test_the_audit_passes_on_what_it_left(runs: Path, summaries: dict[int, dict[
 
 
 def test_a_run_that_was_killed_ends_where_the_other_one_does(runs: Path, summaries: dict[int, dict[str, Any]]) -> None:
-    # The warm start is the same: it is copied, to begin with the part that is killed.
-    for part in ("sft", "initial"):
-        shutil.copytree(runs / "seed0" / part, runs / "killed" / part)
+    # To begin with the part that is killed.
+    take_warm_start(runs, "killed")
     process = start(runs, 0, "killed")
     metrics = runs / "killed" / "metrics.jsonl"
     try:
@@ -99,3 +104,18 @@ def test_a_run_that_was_killed_ends_where_the_other_one_does(runs: Path, summari
     # The first evaluation is that of the first part.
     assert summary["before"] == summaries[0]["before"] | {"seconds": summary["before"]["seconds"]}
     assert abs(success(summary["after"], "greedy") - success(summaries[0]["after"], "greedy")) <= 0.03
+
+
+@pytest.mark.parametrize("mode", ["colocate", "separate"])
+def test_an_asynchronous_mode_ends_where_the_synchronous_one_does(
+    runs: Path, summaries: dict[int, dict[str, Any]], mode: str
+) -> None:
+    take_warm_start(runs, mode)
+    summary = finish(start(runs, 0, mode, "--also", f"{mode}.yaml"), runs, mode)
+    ends = {name: success(each["after"], "sampled") for name, each in (("sync", summaries[0]), (mode, summary))}
+    steps = [json.loads(line) for line in (runs / mode / "metrics.jsonl").read_text().splitlines()]
+    lags = [step["lag/max"] for step in steps if step["kind"] == "train"]
+    print(f"{ends}, lag at most {max(lags):g}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    assert abs(ends[mode] - ends["sync"]) <= 0.03
+    # It was asynchronous, and never more than its bound.
+    assert max(lags) == 1
