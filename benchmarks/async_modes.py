@@ -11,17 +11,15 @@ No peer is measured: our own synchronous loop is the other side.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from harness.async_side import GROUPS, LEAST_S, MEMBERS, MODES, MOST_S, STALENESS, TAIL, TURNS
+from harness.lookup_model import LOOKUP, SMALL_MODEL, versions, write_model
 from harness.measure import (
-    ROOT,
     Sample,
     cached,
     contents,
@@ -45,34 +43,20 @@ SFT: dict[str, Any] = {
     "schedule": {"kind": "wsd", "warmup_steps": 5},
 }
 HERE = Path(__file__).parent
-EXAMPLES = ROOT / "examples"
 
 
 def model() -> Path:
     """Return the model that all modes begin with, made when it is first asked for."""
-    sources = contents(EXAMPLES / "lookup" / "teacher.py", *sorted((EXAMPLES / "small_model").glob("*.py")))
-    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-    return (
-        cached(
-            "async-modes",
-            {"width": WIDTH, "layers": LAYERS, "sft": SFT, "files": sources, "versions": versions},
-            _build,
-        )
-        / "sft"
-        / "model"
-    )
+    sources = contents(LOOKUP / "teacher.py", *sorted(SMALL_MODEL.glob("*.py")))
+    inputs = {"width": WIDTH, "layers": LAYERS, "sft": SFT, "files": sources, "versions": versions()}
+    return cached("async-modes", inputs, _build) / "sft" / "model"
 
 
 def _build(directory: Path) -> None:
-    sys.path += [str(EXAMPLES / "small_model"), str(EXAMPLES / "lookup")]
-    from make_model import make_model
-    from teacher import demonstrations
-
     from turnwise.trainer.offline.config import SFTConfig
     from turnwise.trainer.offline.sft import run_sft
 
-    rows = list(asyncio.run(demonstrations(400, seed=0)))
-    make_model(directory / "base", rows, 0, width=WIDTH, layers=LAYERS)
+    rows = write_model(directory / "base", 400, width=WIDTH, layers=LAYERS)
     data = directory / "demonstrations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -37,10 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.measure import (
-    OFFLINE,
-    ONE_THREAD,
     Sample,
     cached,
+    clean_environment,
     contents,
     interleave,
     machine,
@@ -66,13 +64,12 @@ class Worker:
     def __init__(self, side: str, model: Path, python: str, environment: Mapping[str, str]) -> None:
         self.side = side
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         self._process = subprocess.Popen(
             [python, str(WORKER), side, str(model)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**kept, **OFFLINE, **ONE_THREAD, **environment},
+            env=clean_environment(environment),
             text=True,
         )
         self.config: dict[str, Any] = {}

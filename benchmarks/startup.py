@@ -14,7 +14,6 @@ CPU seconds are those of the whole process tree: of the evaluation up to that re
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -22,19 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from harness.lookup_model import LOOKUP, SMALL_MODEL, versions, write_model
 from harness.measure import (
-    OFFLINE,
-    ONE_THREAD,
-    ROOT,
     Sample,
     cached,
+    clean_environment,
     contents,
     interleave,
     machine,
@@ -46,8 +43,6 @@ from harness.measure import (
     spread,
 )
 
-EXAMPLE = ROOT / "examples" / "lookup"
-SMALL_MODEL = ROOT / "examples" / "small_model"
 COMMAND = Path(sys.executable).with_name("turnwise")
 DEMONSTRATIONS = 256
 IMPORTS = {
@@ -62,18 +57,13 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 def build_model(directory: Path) -> None:
     """Write a model with random weights, and its tokenizer."""
-    sys.path[:0] = [str(EXAMPLE), str(SMALL_MODEL)]
-    from make_model import make_model
-    from teacher import demonstrations
-
-    make_model(directory, list(asyncio.run(demonstrations(DEMONSTRATIONS, 0))), 0)
+    write_model(directory, DEMONSTRATIONS)
 
 
 def model_dir() -> Path:
     shared = [SMALL_MODEL / name for name in ("make_model.py", "conversations.py", "chat_template.jinja")]
-    files = [EXAMPLE / "teacher.py", *shared]
-    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-    return cached("startup-model", {**contents(*files), **versions, "demonstrations": DEMONSTRATIONS}, build_model)
+    files = [LOOKUP / "teacher.py", *shared]
+    return cached("startup-model", {**contents(*files), **versions(), "demonstrations": DEMONSTRATIONS}, build_model)
 
 
 def importing(statement: str) -> Sample:
@@ -95,10 +85,9 @@ def evaluating(model: Path) -> Sample:
         *("--tasks", "turnwise.envs.lookup:tasks?n=1&split=test", "--samples", "0", "rollout.max_tokens_per_turn=1"),
     ]
     log = out / "log"
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     started = time.perf_counter()
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**kept, **OFFLINE, **ONE_THREAD})
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=clean_environment())
     try:
         while not sampled(out / "eval" / "ledger.jsonl"):
             if process.poll() is not None:

@@ -95,6 +95,13 @@ def ratio(samples: Mapping[str, list[Sample]], peer: str, ours: str, figure: str
     return median(samples[peer], figure) / median(samples[ours], figure)
 
 
+def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a side's process: no network, one thread, and nothing of this process's Python."""
+    # Variables of virtual environments and of Python itself would leak from this process into a peer's.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    return {**kept, **OFFLINE, **ONE_THREAD, **(more or {})}
+
+
 def run_process(command: list[str], *, environment: Mapping[str, str] | None = None, timeout: float = 600) -> Sample:
     """Run a command to its end and account for it and all its descendants that it waited for.
 
@@ -103,13 +110,9 @@ def run_process(command: list[str], *, environment: Mapping[str, str] | None = N
     Raises:
         RuntimeError: It failed; the message ends with what it printed last.
     """
-    # Variables of virtual environments and of Python itself would leak from this process into a peer's.
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         started = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdout=out, stderr=err, env={**kept, **OFFLINE, **ONE_THREAD, **(environment or {})}
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=clean_environment(environment))
         status, usage = _reap(process, started + timeout)
         wall = time.perf_counter() - started
         out.seek(0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.prefix_samples import Group, groups
+from harness.trl_config import grpo_config
 from harness.trl_gate import Gate
 from turnwise.trainer.aggregation import weigh
 from turnwise.trainer.algorithm import AlgorithmConfig
@@ -98,33 +99,7 @@ def padded(gate: Gate, model: Path, steps: int, settings: Mapping[str, Any]) -> 
 
 def trl_configuration(directory: Path, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the GRPOConfig that corresponds to ours, with what is fastest on a CPU where TRL leaves a choice."""
-    episodes = settings["groups"] * settings["group_size"]
-    micro = settings["trl_micro_batch"]
-    return {
-        "output_dir": str(directory),
-        "max_steps": steps,
-        "num_generations": settings["group_size"],
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": episodes // micro,
-        "max_completion_length": settings["completion_tokens"][1],
-        "temperature": 1.0,
-        "beta": 0.0,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "epsilon": settings["clip_low"],
-        "epsilon_high": settings["clip_high"],
-        "max_grad_norm": settings["max_grad_norm"],
-        "shuffle_dataset": False,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        **settings.get("trl", {}),
-    }
+    return grpo_config(directory, steps, settings, max_completion_length=settings["completion_tokens"][1])
 
 
 def trl(gate: Gate, model: Path, steps: int, settings: Mapping[str, Any], directory: Path) -> None:

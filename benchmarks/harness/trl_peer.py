@@ -13,43 +13,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
+from harness.trl_config import grpo_config
 from harness.trl_gate import Gate
 from harness.trl_lookup import PeerLookup, answers, people, question, task_id
 
 
 def configuration(directory: Path, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the GRPOConfig that corresponds to ours, with what is fastest on a CPU where TRL leaves a choice."""
-    episodes = settings["groups"] * settings["group_size"]
-    micro = settings["trl_micro_batch"]
-    return {
-        "output_dir": str(directory),
-        "max_steps": steps,
-        "seed": 0,
-        "num_generations": settings["group_size"],
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": episodes // micro,
-        "max_completion_length": settings["max_tokens_per_turn"] * settings["max_turns"],
-        "max_tool_calling_iterations": settings["max_turns"] - 1,
+    return grpo_config(
+        directory,
+        steps,
+        settings,
+        seed=0,
+        max_completion_length=settings["max_tokens_per_turn"] * settings["max_turns"],
+        max_tool_calling_iterations=settings["max_turns"] - 1,
         # TRL's own limit is that of a whole episode; ours is that of a turn.
-        "generation_kwargs": {"max_new_tokens": settings["max_tokens_per_turn"]},
-        "temperature": 1.0,
-        "beta": 0.0,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "epsilon": settings["clip_low"],
-        "epsilon_high": settings["clip_high"],
-        "max_grad_norm": settings["max_grad_norm"],
-        "shuffle_dataset": False,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        **settings.get("trl", {}),
-    }
+        generation_kwargs={"max_new_tokens": settings["max_tokens_per_turn"]},
+    )
 
 
 @dataclass

@@ -19,7 +19,7 @@ PLAIN = SandboxConfig(name="local", config={"isolation": "plain", "unsafe": True
 # Those that take no second each.
 QUICK = (
     *("exec: exit", "exec: bad", "exec: cut", "time-out: tree", "spawn: kill"),
-    *("files: modes", "files: no file", "trees: workspace", "life: close"),
+    *("files: modes", "files: no file", "trees: download", "trees: what changes", "trees: workspace", "life: close"),
 )
 
 
@@ -123,4 +123,4 @@ async def test_what_cannot_be_examined_is_said_before_anything_starts() -> None:
 def test_every_promise_of_the_capabilities_has_an_attack() -> None:
     promises = {"filesystem", "processes", "network", "memory", "pids", "disk", "kernel", "always"}
     assert {attack.containment for attack in ATTACKS.values()} == promises
-    assert len(CHECKS) + len(ATTACKS) == 100
+    assert len(CHECKS) + len(ATTACKS) == 101

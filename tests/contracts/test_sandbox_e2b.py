@@ -15,10 +15,18 @@ import pytest
 
 from support.e2b_boxes import usable
 from support.e2b_server import KEY, Cloud, e2b_cloud
-from turnwise.errors import ConfigError, SandboxDied, SandboxError, SandboxStartError, SandboxUnavailable
-from turnwise.sandboxes import SandboxConfig, SandboxLimits, SandboxSpec
+from turnwise.errors import (
+    ConfigError,
+    SandboxDied,
+    SandboxError,
+    SandboxFileTooLarge,
+    SandboxStartError,
+    SandboxUnavailable,
+)
+from turnwise.sandboxes import ExecResult, SandboxConfig, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.e2b import E2BBackend
+from turnwise.sandboxes.e2b import sandbox as e2b_sandbox
 
 WHY = usable()
 boxed = pytest.mark.skipif(bool(WHY), reason=f"no machines for the local server: {WHY}")
@@ -34,7 +42,7 @@ async def cloud(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Cloud, d
 @boxed
 async def test_it_keeps_the_contract(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     config = SandboxConfig(name="e2b", config=cloud[1])
-    quick = ("exec: binary", "time-out: tree", "spawn: streams")
+    quick = ("exec: binary", "time-out: tree", "spawn: streams", "trees: what changes")
     report = await check_sandbox(config, only=quick)
     report.raise_for_failures()
     assert report.summary == f"e2b (e2b): {len(quick)} passed"
@@ -69,6 +77,35 @@ def _dead() -> int:
     done = subprocess.Popen([sys.executable, "-S", "-c", ""])
     done.wait()
     return done.pid
+
+
+@boxed
+async def test_what_has_grown_since_it_was_looked_at_is_bounded(
+    cloud: tuple[Cloud, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = E2BBackend(**cloud[1]).make(SandboxSpec())
+    await box.start()
+    looked = box._on_file
+
+    async def and_grown(*words: str, **given: Any) -> ExecResult:
+        found = await looked(*words, **given)
+        await box.exec("for each in big /tmp/.turnwise-*; do [ ! -e $each ] || head -c 900000 /dev/zero >> $each; done")
+        return found
+
+    monkeypatch.setattr(e2b_sandbox, "HEADERS", 100_000)
+    try:
+        await box.exec("mkdir folder; head -c 500000 /dev/zero > big; cp big folder")
+        box._on_file = and_grown  # type: ignore[method-assign]
+        with pytest.raises(SandboxFileTooLarge, match="max_bytes=1000000"):
+            await box.read_file("big", max_bytes=1_000_000)
+        await box.exec("truncate -s 500000 big")
+        with pytest.raises(SandboxFileTooLarge, match="max_bytes=1000000"):
+            await box.download("big", tmp_path / "big", max_bytes=1_000_000)
+        with pytest.raises(SandboxFileTooLarge, match="max_bytes=600000"):
+            await box.download("folder", tmp_path / "folder", max_bytes=600_000)
+        assert not (await box.exec("ls /tmp/.turnwise-*")).ok
+    finally:
+        await box.close()
 
 
 @boxed

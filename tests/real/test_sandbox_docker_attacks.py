@@ -12,9 +12,9 @@ import pytest
 
 from support.docker_engine import PYTHON, TestEngine, engine
 from support.opened_docker import OpenedDocker
-from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxSpec
+from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxSpec, archives
 from turnwise.sandboxes.checker import check_sandbox
-from turnwise.sandboxes.docker import DockerBackend, archives, commands, scripts
+from turnwise.sandboxes.docker import DockerBackend, commands, scripts
 from turnwise.sandboxes.docker.ending import Endings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -174,7 +174,7 @@ async def test_who_knows_the_word_for_the_end_says_the_end(
 async def test_links_lead_out_of_a_download_that_trusts_its_archive(
     docker_engine: TestEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trusting(archive: IO[bytes], target: Path, *, max_bytes: int) -> None:
+    def trusting(archive: IO[bytes], target: Path, max_bytes: int) -> None:
         del max_bytes
         with tarfile.open(fileobj=archive) as members:
             members.extractall(target, filter="fully_trusted")

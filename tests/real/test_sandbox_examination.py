@@ -47,6 +47,16 @@ async def test_bubblewrap_holds_everything_back_for_a_plain_user() -> None:
     assert [name for name in CHECKS if told[name] != "passed"] == []
 
 
+async def test_landlock_holds_back_what_it_says_for_a_plain_user() -> None:
+    report = await as_user("isolation=landlock")
+    assert report["summary"].startswith("local (landlock)")
+    told = {each["name"]: each["status"] for each in report["outcomes"]}
+    # What is not held back is told, and is no more than it is for root.
+    assert {ATTACKS[name].containment for name in ATTACKS if told[name] == "open"} <= {
+        *("network", "processes", "memory", "pids", "disk", "kernel"),
+    }
+
+
 class Exposing(LocalBackend):
     """Sandboxes from which one address of the host is reached, as a black box's session is."""
 

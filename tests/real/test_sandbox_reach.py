@@ -20,10 +20,11 @@ from support.boxed_programs import BoxedLookup
 from support.caged_agents import ROOT
 from support.chat_models import renderer_for
 from support.docker_engine import PYTHON, engine
-from support.open_doors import OpenDoors
+from support.open_doors import OpenContainers, OpenDoors
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.session import Session, SessionLimits
 from turnwise.sandboxes.checker import check_sandbox
+from turnwise.sandboxes.checker.attacks import ATTACKS
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tasks import Task
 from turnwise.types import SamplingParams
@@ -109,16 +110,22 @@ async def test_a_program_reaches_its_session_and_nothing_else(monkeypatch: pytes
     assert found == NOTHING_ELSE
 
 
+async def all_attacks(kind: type[OpenDoors] | type[OpenContainers], config: dict[str, Any]) -> None:
+    """Attack from sandboxes with a way out."""
+    kind.opened = 0
+    given = SandboxConfig(name=f"support.open_doors:{kind.__name__}", config=config)
+    report = await check_sandbox(given, only=["attack:", "life: expose"])
+    assert report.ok, str(report)
+    assert {each.status for each in report.attacks} == {"held"}, str(report)
+    assert len(report.attacks) == len(ATTACKS)
+    # One sandbox serves several attacks; each of them had a way out.
+    assert kind.opened >= 5
+
+
 async def test_all_attacks_are_held_back_of_sandboxes_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     # A host that is killed is a process of its own, which finds the class by its name.
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
-    OpenDoors.opened = 0
-    config = SandboxConfig(name="support.open_doors:OpenDoors", config={"isolation": "bubblewrap"})
-    report = await check_sandbox(config, only=["attack:", "life: expose"])
-    assert report.ok, str(report)
-    assert {each.status for each in report.attacks} == {"held"}, str(report)
-    # One sandbox serves several attacks; each of them had a way out.
-    assert OpenDoors.opened >= 5
+    await all_attacks(OpenDoors, {"isolation": "bubblewrap"})
 
 
 async def test_it_is_the_missing_network_that_holds_it_back() -> None:
@@ -134,7 +141,11 @@ def test_the_same_holds_where_the_rollout_runs_as_a_plain_user() -> None:
     if os.geteuid() != 0:
         return  # It did, above.
     home = tempfile.mkdtemp(dir="/var/tmp")
-    test = f"{__file__}::test_a_program_reaches_its_session_and_nothing_else"
+    names = [
+        "test_a_program_reaches_its_session_and_nothing_else",
+        "test_all_attacks_are_held_back_of_sandboxes_with_a_way_out",
+    ]
+    tests = [f"{__file__}::{name}" for name in names]
     arguments = [
         "-m",
         "pytest",
@@ -148,21 +159,23 @@ def test_the_same_holds_where_the_rollout_runs_as_a_plain_user() -> None:
     ]
     try:
         done = subprocess.run(
-            [sys.executable, other_user.__file__, "5011", home, *arguments, f"--basetemp={home}/pytest", test],
+            [sys.executable, other_user.__file__, "5011", home, *arguments, f"--basetemp={home}/pytest", *tests],
             capture_output=True,
             text=True,
             check=False,
-            timeout=200,
+            timeout=280,
         )
     finally:
         shutil.rmtree(home)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "1 passed" in done.stdout
+    assert "2 passed" in done.stdout
 
 
-async def test_it_is_so_in_a_container() -> None:
+async def test_it_is_so_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     with engine() as running:
         config = {"url": running.url, "image": PYTHON, "pull": "never"}
         found = await reached(SandboxConfig(name="docker", config=config))
+        await all_attacks(OpenContainers, config)
     assert 0 < found.pop("flooded") <= 300
     assert found == NOTHING_ELSE

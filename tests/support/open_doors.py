@@ -1,4 +1,4 @@
-"""Local sandboxes each of which is let reach a session of a gateway, as those are in which programs run."""
+"""Sandboxes each of which is let reach a session of a gateway, as those are in which programs run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from support.chat_models import renderer_for
 from turnwise.inference.gateway.local import Door, LocalGateway
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.session import Session, SessionLimits
-from turnwise.sandboxes.core import Sandbox, SandboxSpec
+from turnwise.sandboxes.core import Sandbox, SandboxBackend, SandboxSpec
+from turnwise.sandboxes.docker import DockerBackend
 from turnwise.sandboxes.local import LocalBackend
 from turnwise.types import SamplingParams
 
 
-class OpenDoors(LocalBackend):
+class _Opening(SandboxBackend):
     """As above.
 
     Attributes:
-        opened: How many sandboxes have a way out, of all of these in this process.
+        opened: How many sandboxes have a way out, of all of one kind in this process.
         door: Where it leads, once one has.
     """
 
@@ -55,4 +56,12 @@ class OpenDoors(LocalBackend):
             session = Session(client, renderer, id="attacked", limits=limits, params=SamplingParams())
             self.door = await self._gateway.open(session)
         await self.door.answer_at(await sandbox.listen())
-        OpenDoors.opened += 1
+        type(self).opened += 1
+
+
+class OpenDoors(_Opening, LocalBackend):
+    """Local ones."""
+
+
+class OpenContainers(_Opening, DockerBackend):
+    """Docker's."""

@@ -1,19 +1,25 @@
 """One host process of the soak: opens sandboxes, many at a time, and lets them end in different ways.
 
-Run as ``python sandbox_soak.py FOLDER MARK SEED COUNT TOGETHER``; prints a line for each that has ended, in what way.
+Run as ``python sandbox_soak.py FOLDER MARK SEED COUNT TOGETHER ENGINE``, the last empty for local ones; prints a line
+for each that has ended, in what way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 import sys
 from pathlib import Path
 
+import docker
+
+from support.docker_engine import SMALL
 from turnwise.errors import SandboxDied, SandboxError
-from turnwise.sandboxes.core import SandboxLimits, SandboxSpec
+from turnwise.sandboxes.core import SandboxBackend, SandboxLimits, SandboxSpec
+from turnwise.sandboxes.docker import DockerBackend
 from turnwise.sandboxes.local import LocalBackend
 
 WAYS = ("closed", "forgotten", "killed", "emptied", "forked")
@@ -37,7 +43,21 @@ def launchers() -> list[int]:
     return first_processes(os.getpid())
 
 
-async def one(backend: LocalBackend, way: str, workspace: Path, mark: str) -> None:
+def kill_any(engine: str) -> None:
+    """Kill one of the sandboxes that run."""
+    if not engine:
+        victims = first_processes(launchers()[0])
+        if victims:
+            os.kill(random.choice(victims), signal.SIGKILL)
+        return
+    client = docker.APIClient(base_url=engine, version="auto", timeout=120)
+    with contextlib.closing(client), contextlib.suppress(docker.errors.APIError):
+        victims = client.containers(filters={"label": "turnwise.owner"})
+        if victims:
+            client.remove_container(random.choice(victims)["Id"], force=True)
+
+
+async def one(backend: SandboxBackend, way: str, workspace: Path, mark: str, engine: str) -> None:
     spec = SandboxSpec(workspace=workspace, limits=SandboxLimits(memory=256 * 2**20, disk=64 * 2**20))
     sandbox = backend.make(spec)
     try:
@@ -45,9 +65,7 @@ async def one(backend: LocalBackend, way: str, workspace: Path, mark: str) -> No
         result = await sandbox.exec(f"(setsid sleep 1000.{mark} &); echo x > made; echo $$", timeout=120)
         assert result.ok, result
         if way == "killed":
-            victims = first_processes(launchers()[0])
-            if victims:
-                os.kill(random.choice(victims), signal.SIGKILL)
+            await asyncio.to_thread(kill_any, engine)
         elif way == "emptied":
             await sandbox.exec("kill -9 -1", timeout=120)
         elif way == "forked":
@@ -61,15 +79,20 @@ async def one(backend: LocalBackend, way: str, workspace: Path, mark: str) -> No
 
 async def main() -> None:
     folder, mark, seed, count, together = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6])
+    engine = sys.argv[6]
     random.seed(seed)
     workspace = folder / "workspace"
-    backend = LocalBackend("bubblewrap", directory=folder / "state")
+    backend: SandboxBackend = (
+        DockerBackend(url=engine, image=SMALL, pull="never")
+        if engine
+        else LocalBackend("bubblewrap", directory=folder / "state")
+    )
     gate = asyncio.Semaphore(together)
 
     async def gated(way: str) -> None:
         async with gate:
             try:
-                await one(backend, way, workspace, mark)
+                await one(backend, way, workspace, mark, engine)
             except SandboxError as error:
                 print(f"failed: {error}", flush=True)
 

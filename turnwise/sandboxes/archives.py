@@ -10,31 +10,32 @@ import contextlib
 import os
 import stat
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
 from turnwise.errors import SandboxFileError, SandboxFileTooLarge
+from turnwise.sandboxes.packing import write_archive
 
 _CHUNK: Final = 2**20
-_HEADERS: Final = 256 * 2**20
+HEADERS: Final = 256 * 2**20
 """Bytes of an archive that may be no file's content: headers, padding, names."""
 
 
-def pack(source: Path, stream: IO[bytes]) -> None:
-    """Write a folder's content as an archive: files, folders and links; hard links as files of their own.
+def pack(source: Path, stream: IO[bytes], *, name: str = ".", uid: int = 0, gid: int = 0) -> None:
+    """Write a file or a folder's content as an archive (:func:`turnwise.sandboxes.packing.write_archive`).
 
     Raises:
-        OSError: It cannot be read, or the stream has no reader.
+        FileNotFoundError: There is no such thing.
+        BrokenPipeError: The stream has no reader.
+        SandboxFileError: It is neither a file nor a folder, cannot be read, or became shorter while it was read.
     """
-    with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-
-        def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-            archive.inodes = {}  # type: ignore[attr-defined]  # hard links travel as files
-            member.uid = member.gid = 0
-            member.uname = member.gname = ""
-            return member if member.isfile() or member.isdir() or member.issym() else None
-
-        archive.add(source, arcname=".", filter=kept)
+    try:
+        write_archive(str(source), stream, name, uid, gid)
+    except (FileNotFoundError, BrokenPipeError):
+        raise
+    except OSError as error:
+        raise SandboxFileError(f"{str(source)!r} is not uploaded: {error.strerror or error}") from error
 
 
 def opened(source: Path) -> int:
@@ -55,7 +56,9 @@ def send(source: Path, fd: int) -> None:
     """Write a folder's content as an archive to a descriptor, and close it.
 
     Raises:
-        OSError: It cannot be read, or nobody reads the archive.
+        FileNotFoundError: There is no such thing.
+        BrokenPipeError: Nobody reads the archive.
+        SandboxFileError: It cannot be read, or became shorter while it was read.
     """
     with os.fdopen(fd, "wb") as stream:
         pack(source, stream)
@@ -89,69 +92,117 @@ class _Bounded:
 
 
 def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
-    """Write what an archive holds to a path: a folder's content into it, or one file.
+    """Write what an archive holds to a path: one file as the target, of a folder (which begins with it) its content.
 
-    What would lead out of it, and what is no file, folder or link, is left out.
+    What would lead out of it, and what is no file, folder or link, is left out; a second name of a file is written as
+    a file of its own.
 
     Raises:
         SandboxFileTooLarge: Its files hold more than ``max_bytes``.
         SandboxFileError: It is no archive.
     """
-    bounded: Any = _Bounded(stream, max_bytes + _HEADERS)
+    bounded: Any = _Bounded(stream, max_bytes + HEADERS)
     try:
         with tarfile.open(fileobj=bounded, mode="r|") as archive:
             first = archive.next()
-            if first is None:
-                return
-            if first.isfile() and first.name == "file":
+            if first is not None and first.isdir():
+                target.mkdir(parents=True, exist_ok=True)
+                _folder(archive, target, _Room(max_bytes))
+            elif first is not None and first.isfile():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    _file(archive, first, folder, target.name, max_bytes)
-                finally:
-                    os.close(folder)
-                return
-            target.mkdir(parents=True, exist_ok=True)
-            _folder(archive, target, max_bytes)
+                with _opened(os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)) as folder:
+                    _file(_content(archive, first), first, folder, target.name, _Room(max_bytes))
+            else:
+                raise SandboxFileError("what the sandbox sent is no archive of a file or a folder")
+        # Whoever packed it is still at its end: it would not know whether that arrived.
+        while bounded.read(_CHUNK):
+            pass
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise SandboxFileError(f"what the sandbox sent is no archive: {error}") from error
 
 
-def _folder(archive: tarfile.TarFile, target: Path, max_bytes: int) -> None:
-    root = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+class _Room:
+    """How many bytes of files may still come."""
+
+    def __init__(self, most: int) -> None:
+        self.left = self._most = most
+
+    def take(self, size: int, name: str) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise SandboxFileTooLarge(f"{name!r} and what came before it hold more than max_bytes={self._most}")
+
+
+@contextlib.contextmanager
+def _opened(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _parts(name: str) -> list[str]:
+    """Return the folders and the name that a path in an archive is of; nothing where it is no path below its top."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    return [] if ".." in parts or name.startswith("/") else parts
+
+
+def _folder(archive: tarfile.TarFile, target: Path, room: _Room) -> None:
     links: list[tuple[list[str], str]] = []
     modes: list[tuple[list[str], int]] = []
-    try:
-        for member in archive:
-            parts = [part for part in member.name.split("/") if part not in ("", ".")]
-            if not parts or ".." in parts or member.name.startswith("/"):
+    with _opened(os.open(target, os.O_RDONLY | os.O_DIRECTORY)) as root:
+        while (member := archive.next()) is not None:
+            # It keeps all that it read, which may be very many.
+            archive.members.clear()  # type: ignore[attr-defined]
+            parts = _parts(member.name)
+            if not parts:
                 continue
             if member.issym():
                 # Links are made last: nothing is ever written through one.
                 links.append((parts, member.linkname))
             elif member.isdir():
-                with contextlib.suppress(OSError):
-                    os.close(_open_folder(root, parts))
+                with contextlib.suppress(OSError), _opened(_open_folder(root, parts)):
                     modes.append((parts, stat.S_IMODE(member.mode)))
-            elif member.isfile():
+            elif member.isfile() or member.islnk():
                 # What stands in the way (a file where a folder should be, an older link) keeps its place.
-                with contextlib.suppress(NotADirectoryError, IsADirectoryError, FileExistsError):
-                    folder = _open_folder(root, parts[:-1])
-                    try:
-                        max_bytes = _file(archive, member, folder, parts[-1], max_bytes)
-                    finally:
-                        os.close(folder)
+                with (
+                    contextlib.suppress(NotADirectoryError, IsADirectoryError, FileExistsError),
+                    _opened(_open_folder(root, parts[:-1])) as folder,
+                ):
+                    if member.isfile():
+                        _file(_content(archive, member), member, folder, parts[-1], room)
+                    else:
+                        _second_name(root, member, folder, parts[-1], room)
         for parts, goal in links:
             if _stays(parts, goal):
                 with contextlib.suppress(OSError):
                     _link(root, parts, goal)
         for parts, mode in reversed(modes):
-            with contextlib.suppress(OSError):
-                folder = _open_folder(root, parts)
-                os.fchmod(folder, mode & 0o777 | 0o700)
-                os.close(folder)
-    finally:
-        os.close(root)
+            with contextlib.suppress(OSError), _opened(_open_folder(root, parts)) as folder:
+                os.fchmod(folder, mode & 0o755 | 0o700)
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    content = archive.extractfile(member)
+    assert content is not None
+    return content
+
+
+def _second_name(root: int, member: tarfile.TarInfo, folder: int, name: str, room: _Room) -> None:
+    """Write what another file of the archive holds, which came before it, under one more name."""
+    first = _parts(member.linkname)
+    if not first:
+        return
+    try:
+        with _opened(_open_folder(root, first[:-1])) as above:
+            fd = os.open(first[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
+    except OSError:
+        return  # It was left out, too.
+    with os.fdopen(fd, "rb") as content:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode):
+            member.size, member.mode = status.st_size, status.st_mode
+            _file(content, member, folder, name, room)
 
 
 def _stays(parts: list[str], goal: str) -> bool:
@@ -182,25 +233,20 @@ def _open_folder(root: int, parts: list[str]) -> int:
     return here
 
 
-def _file(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: int, name: str, left: int) -> int:
-    """Write one file, in the place of what had its name; return how many bytes may still come."""
-    if member.size > left:
-        raise SandboxFileTooLarge(f"{member.name!r} and what came before it hold more bytes than are taken")
+def _file(content: IO[bytes], member: tarfile.TarInfo, folder: int, name: str, room: _Room) -> None:
+    """Write one file, in the place of what had its name."""
+    if member.size > room.left:
+        room.take(member.size, member.name)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
-    content = archive.extractfile(member)
-    assert content is not None
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb") as file:
-        while data := content.read(min(_CHUNK, left + 1)):
-            left -= len(data)
-            if left < 0:
-                raise SandboxFileTooLarge(f"{member.name!r} and what came before it hold more bytes than are taken")
+        while data := content.read(min(_CHUNK, room.left + 1)):
+            room.take(len(data), member.name)
             file.write(data)
-        os.fchmod(file.fileno(), stat.S_IMODE(member.mode) & 0o777)
+        os.fchmod(file.fileno(), stat.S_IMODE(member.mode) & 0o755 | 0o600)
         with contextlib.suppress(OSError, OverflowError, ValueError):
             os.utime(file.fileno(), (member.mtime, member.mtime))
-    return left
 
 
 def _link(root: int, parts: list[str], goal: str) -> None:

@@ -324,11 +324,13 @@ class Sandbox(Reaching, ABC):
         """Copy a file or a folder inside to the path ``target`` on the host.
 
         Nothing is written outside ``target``, whatever names and links there are inside: what would lead out is left
-        out, and so are devices and sockets.
+        out, and so are devices and sockets. Of a file that grows meanwhile comes what it held at one moment; what goes
+        away or becomes something else meanwhile is left out.
 
         Raises:
             SandboxFileNotFound: There is no such thing inside.
             SandboxFileTooLarge: It holds more than ``max_bytes``.
+            SandboxFileError: It may not be read, or a file became shorter while it was read.
             SandboxDied: The sandbox has ended.
         """
 

@@ -6,7 +6,6 @@ patch is read stands in ``patches.py``.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -14,10 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from turnwise.errors import SandboxFileError, SandboxFileNotFound, ToolError
 from turnwise.sandboxes.core import Sandbox
-from turnwise.tools.agent_data import AgentData
-from turnwise.tools.core import BaseTool
 from turnwise.tools.patches import FileChange, added, parse_patch, patched
-from turnwise.tools.places import as_schema_of, sandbox_of, tool_config
+from turnwise.tools.places import SandboxTool, as_schema_of, tool_config
 from turnwise.tools.response import ToolResponse
 
 Files: TypeAlias = dict[str, bytes | None]
@@ -44,7 +41,7 @@ class ApplyPatchConfig(BaseModel):
     max_file: Annotated[int, Field(gt=0)] = 4_000_000
 
 
-class ApplyPatchTool(BaseTool):
+class ApplyPatchTool(SandboxTool[Sandbox]):
     """``apply_patch``: changes files in the sandbox of the episode by a patch."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
@@ -56,19 +53,10 @@ class ApplyPatchTool(BaseTool):
         self.settings: ApplyPatchConfig = tool_config(ApplyPatchConfig, config, "apply_patch")
         properties = {"patch": {"type": "string", "description": "the patch"}}
         super().__init__(config, tool_schema or as_schema_of("apply_patch", _DESCRIPTION, properties, ("patch",)))
-        self._sandboxes: dict[str, Sandbox] = {}
 
-    async def create(
-        self,
-        instance_id: str | None = None,
-        *,
-        agent_data: AgentData | None = None,
-        **kwargs: Any,  # noqa: ARG002
-    ) -> tuple[str, ToolResponse]:
-        """Take the episode's sandbox. Raises ConfigError where there is none."""
-        instance_id = instance_id or uuid.uuid4().hex
-        self._sandboxes[instance_id] = sandbox_of(agent_data, self.name)
-        return instance_id, ToolResponse()
+    def place(self, sandbox: Sandbox) -> Sandbox:
+        """Nothing is kept between calls."""
+        return sandbox
 
     async def execute(
         self,
@@ -82,7 +70,7 @@ class ApplyPatchTool(BaseTool):
             ToolError: It cannot be read or does not fit; nothing is changed then.
             SandboxError: The sandbox failed.
         """
-        sandbox = self._sandboxes[instance_id]
+        sandbox = self.places[instance_id]
         changes = parse_patch(str(parameters["patch"]))
         before: Files = {}
         after: Files = {}
@@ -90,10 +78,6 @@ class ApplyPatchTool(BaseTool):
             await self._plan(sandbox, change, before, after)
         await _carry_out(sandbox, before, after)
         return ToolResponse("\n".join(_told(change) for change in changes)), None, {}
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: ARG002
-        """Forget the sandbox."""
-        self._sandboxes.pop(instance_id, None)
 
     async def _plan(self, sandbox: Sandbox, change: FileChange, before: Files, after: Files) -> None:
         for path in (change.path, change.move_to):

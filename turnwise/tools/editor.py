@@ -6,7 +6,6 @@ text; how a text is changed stands in ``edits.py``.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
@@ -15,10 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from turnwise.errors import SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge, ToolError
 from turnwise.sandboxes.core import Sandbox
-from turnwise.tools.agent_data import AgentData
-from turnwise.tools.core import BaseTool
 from turnwise.tools.edits import inserted, lines_of, numbered, replaced, shown_part
-from turnwise.tools.places import as_schema_of, sandbox_of, tool_config
+from turnwise.tools.places import SandboxTool, as_schema_of, tool_config
 from turnwise.tools.response import ToolResponse
 
 _MOST_ENTRIES: Final = 400
@@ -57,14 +54,14 @@ class EditorConfig(BaseModel):
 
 
 @dataclass(slots=True)
-class _Desk:
+class Desk:
     """An episode's files: what an undo brings back, the latest last; None for a file that was not there."""
 
     sandbox: Sandbox
     before: dict[str, list[bytes | None]] = field(default_factory=dict)
 
 
-class EditorTool(BaseTool):
+class EditorTool(SandboxTool[Desk]):
     """``editor``: views and changes text files in the sandbox of the episode."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
@@ -90,19 +87,10 @@ class EditorTool(BaseTool):
         }
         super().__init__(config, tool_schema or as_schema_of("editor", _DESCRIPTION, properties, ("command", "path")))
         self.max_output = self.settings.max_output + 2_000
-        self._desks: dict[str, _Desk] = {}
 
-    async def create(
-        self,
-        instance_id: str | None = None,
-        *,
-        agent_data: AgentData | None = None,
-        **kwargs: Any,  # noqa: ARG002
-    ) -> tuple[str, ToolResponse]:
-        """Take the episode's sandbox. Raises ConfigError where there is none."""
-        instance_id = instance_id or uuid.uuid4().hex
-        self._desks[instance_id] = _Desk(sandbox_of(agent_data, self.name))
-        return instance_id, ToolResponse()
+    def place(self, sandbox: Sandbox) -> Desk:
+        """Return a desk with nothing to be undone."""
+        return Desk(sandbox)
 
     async def execute(
         self,
@@ -120,7 +108,7 @@ class EditorTool(BaseTool):
         missing = [name for name in _COMMANDS[command] if parameters.get(name) is None]
         if missing:
             raise ToolError(f"{command} needs {' and '.join(missing)}")
-        desk = self._desks[instance_id]
+        desk = self.places[instance_id]
         if command == "view":
             return ToolResponse(await self._view(desk, path, parameters.get("view_range"))), None, {}
         if command == "create":
@@ -137,11 +125,7 @@ class EditorTool(BaseTool):
         part = shown_part(changed, line, line + new.count("\n"))
         return ToolResponse(f"{path} is changed. Around the change it is now:\n{part}"), None, {}
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: ARG002
-        """Forget what could be undone."""
-        self._desks.pop(instance_id, None)
-
-    async def _view(self, desk: _Desk, path: str, view_range: Any) -> str:
+    async def _view(self, desk: Desk, path: str, view_range: Any) -> str:
         try:
             text = await self._text(desk, path)
         except ToolError:
@@ -168,7 +152,7 @@ class EditorTool(BaseTool):
             shown.append(line)
         return numbered(shown, first) if shown else f"({path} is empty)"
 
-    async def _listing(self, desk: _Desk, path: str) -> str | None:
+    async def _listing(self, desk: Desk, path: str) -> str | None:
         """Return what a folder holds, or None where it is none."""
         found = await desk.sandbox.exec(["sh", "-c", _LIST, "sh", path.rstrip("/") or "/"], timeout=30.0)
         if found.exit_code == 3:
@@ -180,7 +164,7 @@ class EditorTool(BaseTool):
         note = f"\n({more} further entries are not shown: view a folder below it)" if more > 0 else ""
         return "\n".join(entries[:_MOST_ENTRIES]) + note if entries else f"({path} is an empty folder)"
 
-    async def _create(self, desk: _Desk, path: str, text: str) -> str:
+    async def _create(self, desk: Desk, path: str, text: str) -> str:
         try:
             before: bytes | None = await desk.sandbox.read_file(path, max_bytes=self.settings.max_file)
         except SandboxFileNotFound:
@@ -191,7 +175,7 @@ class EditorTool(BaseTool):
         lines = len(lines_of(text))
         return f"{path} is {'there' if before is None else 'written anew'} now, with {lines} lines."
 
-    async def _undo(self, desk: _Desk, path: str) -> str:
+    async def _undo(self, desk: Desk, path: str) -> str:
         kept = desk.before.get(path)
         if not kept:
             raise ToolError(f"there is no edit of {path} by this tool that could be taken back")
@@ -202,7 +186,7 @@ class EditorTool(BaseTool):
         await self._save(desk, path, before)
         return f"The last edit of {path} is taken back."
 
-    async def _text(self, desk: _Desk, path: str) -> str:
+    async def _text(self, desk: Desk, path: str) -> str:
         try:
             data = await desk.sandbox.read_file(path, max_bytes=self.settings.max_file)
         except SandboxFileNotFound as error:
@@ -219,13 +203,13 @@ class EditorTool(BaseTool):
         except UnicodeDecodeError as error:
             raise ToolError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from error
 
-    async def _write(self, desk: _Desk, path: str, data: bytes, before: bytes | None) -> None:
+    async def _write(self, desk: Desk, path: str, data: bytes, before: bytes | None) -> None:
         await self._save(desk, path, data)
         kept = desk.before.setdefault(path, [])
         kept.append(before)
         del kept[:-_MOST_UNDONE]
 
-    async def _save(self, desk: _Desk, path: str, data: bytes) -> None:
+    async def _save(self, desk: Desk, path: str, data: bytes) -> None:
         try:
             await desk.sandbox.write_file(path, data)
         except SandboxFileError as error:

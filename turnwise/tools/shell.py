@@ -8,26 +8,18 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
-import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, Final
 
 from turnwise.errors import SandboxFileNotFound, ToolError
 from turnwise.sandboxes.core import Sandbox
-from turnwise.tools.agent_data import AgentData
-from turnwise.tools.core import BaseTool
 from turnwise.tools.dialogue import Dialogue, Reply
-from turnwise.tools.limits import OutputLimit
-from turnwise.tools.places import as_schema_of, sandbox_of, tool_config
+from turnwise.tools.places import SandboxTool, TimedConfig, as_schema_of, tool_config
 from turnwise.tools.response import ToolResponse
 
 _GRACE_S: Final = 2.0
 """How long a command that was interrupted may take to end, before it is killed."""
 _START_S: Final = 20.0
-_NOTES: Final = 400
-"""Characters that are kept for what is said behind the output."""
 
 # Interactive, since an interrupt then ends whatever the shell does itself, loops too, and not the shell.
 _START: Final = (
@@ -58,27 +50,17 @@ _PERSISTENT: Final = (
 )
 
 
-class ShellConfig(BaseModel):
+class ShellConfig(TimedConfig):
     """How ``shell`` runs commands.
 
     Attributes:
         persistent: Whether all calls of an episode are of one session.
-        timeout: Seconds that a command may take where the call does not say.
-        max_timeout: The most that a call may say.
-        max_output: Characters of output that the model gets to see, of both ends.
-        env: Variables of the commands.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     persistent: bool = True
-    timeout: Annotated[float, Field(gt=0)] = 60.0
-    max_timeout: Annotated[float, Field(gt=0)] = 600.0
-    max_output: Annotated[int, Field(ge=1000)] = 16_000
-    env: dict[str, str] = {}
 
 
-class ShellTool(BaseTool):
+class ShellTool(SandboxTool["ShellSession"]):
     """``shell``: commands in the sandbox of the episode, each on its own or all in one session."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
@@ -88,32 +70,21 @@ class ShellTool(BaseTool):
             ConfigError: It has an unknown key or a wrong value.
         """
         self.settings: ShellConfig = tool_config(ShellConfig, config, "shell")
-        most = f"{self.settings.max_timeout:g}"
         properties = {
             "command": {"type": "string", "description": "what is run; several lines are fine"},
-            "timeout": {
-                "type": "number",
-                "exclusiveMinimum": 0,
-                "description": f"seconds it may take, {self.settings.timeout:g} by default and {most} at most",
-            },
+            "timeout": self.settings.timeout_schema(),
         }
         text = _PERSISTENT if self.settings.persistent else _STATELESS
         super().__init__(config, tool_schema or as_schema_of("shell", text, properties, ("command",)))
         self.max_output = self.settings.max_output
-        self._sandboxes: dict[str, Sandbox] = {}
-        self._sessions: dict[str, ShellSession] = {}
 
-    async def create(
-        self,
-        instance_id: str | None = None,
-        *,
-        agent_data: AgentData | None = None,
-        **kwargs: Any,  # noqa: ARG002
-    ) -> tuple[str, ToolResponse]:
-        """Take the episode's sandbox. Raises ConfigError where there is none."""
-        instance_id = instance_id or uuid.uuid4().hex
-        self._sandboxes[instance_id] = sandbox_of(agent_data, self.name)
-        return instance_id, ToolResponse()
+    def place(self, sandbox: Sandbox) -> ShellSession:
+        """Return a session, whose shell is started by its first command."""
+        return ShellSession(sandbox, self.settings.env, 4 * self.settings.max_output)
+
+    async def leave(self, place: ShellSession) -> None:
+        """End the session."""
+        await place.close()
 
     async def execute(
         self,
@@ -127,24 +98,13 @@ class ShellTool(BaseTool):
             ToolError: The command cannot be run as it is written.
             SandboxError: The sandbox failed.
         """
-        command, settings = str(parameters["command"]), self.settings
+        command, session = str(parameters["command"]), self.places[instance_id]
         if "\0" in command:
             raise ToolError("the command holds a NUL character: leave it out")
-        timeout = min(float(parameters.get("timeout") or settings.timeout), settings.max_timeout)
-        if not settings.persistent:
-            return await self._alone(self._sandboxes[instance_id], command, timeout), None, {}
-        session = self._sessions.get(instance_id)
-        if session is None:
-            session = ShellSession(self._sandboxes[instance_id], settings.env, 4 * settings.max_output)
-            self._sessions[instance_id] = session
+        timeout = self.settings.timeout_of(parameters)
+        if not self.settings.persistent:
+            return await self._alone(session.sandbox, command, timeout), None, {}
         return await self._in_session(session, command, timeout), None, {}
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: ARG002
-        """End the session."""
-        self._sandboxes.pop(instance_id, None)
-        session = self._sessions.pop(instance_id, None)
-        if session is not None:
-            await session.close()
 
     async def _alone(self, sandbox: Sandbox, command: str, timeout: float) -> ToolResponse:
         # One stream, so that errors stand where they came about.
@@ -172,9 +132,7 @@ class ShellTool(BaseTool):
 
     def _told(self, output: bytes, notes: list[str], error: str | None = None) -> ToolResponse:
         said = _NOISE.sub("", output.decode("utf-8", "replace"))
-        text = OutputLimit(self.settings.max_output - _NOTES).cut(said).rstrip("\n")
-        shown = "\n".join(([text] if text else []) + notes)
-        return ToolResponse(shown or "(no output)", error=error)
+        return ToolResponse(self.settings.shown(said, notes), error=error)
 
 
 class Ran:
@@ -205,7 +163,7 @@ class ShellSession:
     """
 
     def __init__(self, sandbox: Sandbox, env: Mapping[str, str], limit: int) -> None:
-        self._sandbox = sandbox
+        self.sandbox = sandbox
         self._env = {**_ENV, **env}
         self._limit = limit
         self._shell: Dialogue | None = None
@@ -250,7 +208,7 @@ class ShellSession:
         reply = await shell.wait(_GRACE_S)
         if reply.note is not None or reply.ended:
             return reply
-        await self._sandbox.exec(["sh", "-c", _KILL, "sh", self._pid, *self._jobs], timeout=_GRACE_S)
+        await self.sandbox.exec(["sh", "-c", _KILL, "sh", self._pid, *self._jobs], timeout=_GRACE_S)
         last = await shell.wait(_GRACE_S)
         return Reply(reply.output + last.output, last.note, last.ended)
 
@@ -258,10 +216,10 @@ class ShellSession:
         if self._shell is not None:
             return self._shell
         try:
-            process = await self._sandbox.spawn(_START, cwd=self._cwd, env=self._env)
+            process = await self.sandbox.spawn(_START, cwd=self._cwd, env=self._env)
         except SandboxFileNotFound:
             # The folder in which the last shell was is gone.
-            process = await self._sandbox.spawn(_START, env=self._env)
+            process = await self.sandbox.spawn(_START, env=self._env)
         shell = Dialogue(process, self._limit)
         try:
             reply = await self._ask(shell, _SETUP, _START_S)

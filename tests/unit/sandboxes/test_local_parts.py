@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import io
 import os
 import struct
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turnwise.errors import ConfigError, SandboxFileError, SandboxFileTooLarge, SandboxUnavailable
-from turnwise.sandboxes import archives
+from turnwise.errors import ConfigError, SandboxUnavailable
 from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python, plans, state
 from turnwise.sandboxes.local.boot import agent, groups, seccomp
@@ -147,65 +144,6 @@ async def test_a_collector_keeps_head_and_tail_and_says_what_is_missing() -> Non
         await stream.over
     assert stream.truncated
     assert stream.result() == data[:5] + b"\n[250 bytes are missing here]\n" + data[-5:]
-
-
-def archive(*members: tuple[tarfile.TarInfo, bytes]) -> io.BytesIO:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        for member, data in members:
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    made.seek(0)
-    return made
-
-
-def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
-    found = tarfile.TarInfo(name)
-    found.type, found.linkname, found.mode = kind, link, 0o755 if kind == tarfile.DIRTYPE else 0o4644
-    return found
-
-
-def test_nothing_is_written_outside_the_target(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "file").write_text("mine")
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "old").symlink_to(outside)
-    hostile = archive(
-        (member(".", tarfile.DIRTYPE), b""),
-        (member("../outside/a"), b"x"),
-        (member(str(outside / "b")), b"x"),
-        (member("old/c"), b"x"),
-        (member("door", tarfile.SYMTYPE, str(outside)), b""),
-        (member("door/d"), b"x"),
-        (member("up", tarfile.SYMTYPE, "../outside"), b""),
-        (member("here", tarfile.SYMTYPE, "."), b""),
-        (member("chain", tarfile.SYMTYPE, "here/here/.."), b""),
-        (member("hard", tarfile.LNKTYPE, str(outside / "file")), b""),
-        (member("pipe", tarfile.FIFOTYPE), b""),
-        (member("sub/good"), b"good"),
-        (member("sub/link", tarfile.SYMTYPE, "../sub/good"), b""),
-    )
-    archives.unpack(hostile, target, 1000)
-    assert sorted(each.name for each in outside.iterdir()) == ["file"]
-    assert (outside / "file").read_text() == "mine"
-    assert sorted(os.listdir(target)) == ["door", "here", "old", "sub"]
-    assert (target / "door").is_dir()
-    assert not (target / "door").is_symlink()
-    assert (target / "sub/link").read_text() == "good"
-    assert (target / "sub/good").stat().st_mode & 0o7777 == 0o644
-
-
-def test_archives_are_bounded(tmp_path: Path) -> None:
-    two = archive((member("a"), b"x" * 600), (member("b"), b"x" * 600))
-    with pytest.raises(SandboxFileTooLarge, match="more bytes than are taken"):
-        archives.unpack(two, tmp_path / "two", 1000)
-    with pytest.raises(SandboxFileError, match="no archive"):
-        archives.unpack(io.BytesIO(b"nonsense" * 200), tmp_path / "none", 1000)
-    one = archive((member("file"), b"alone"))
-    archives.unpack(one, tmp_path / "deep" / "name", 1000)
-    assert (tmp_path / "deep" / "name").read_text() == "alone"
 
 
 def test_what_dead_hosts_left_is_removed_and_what_lives_stays(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ async def test_tools_that_ship_are_named_in_a_configuration() -> None:
     assert {as_tool(name).name for name in SHIPPED} == set(SHIPPED)
     for wrong, said in (
         (["shel"], "there is no tool 'shel'; did you mean 'shell'"),
-        ([{"name": "shell", "config": {"timeot": 5}}], "config.timeot is 5: .* its keys are persistent, timeout"),
+        ([{"name": "shell", "config": {"timeot": 5}}], "config.timeot is 5: .* its keys are timeout, .*persistent"),
         ([{"name": "submit", "config": {"a": 1}}], "it takes none"),
     ):
         with pytest.raises(ConfigError, match=said):

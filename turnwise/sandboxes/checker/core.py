@@ -77,6 +77,7 @@ CHECKS: Final[dict[str, Callable[[Exam], Awaitable[None]]]] = {
     "trees: download": trees.download,
     "trees: many files": trees.many_files,
     "trees: download of what is missing or large": trees.download_missing,
+    "trees: what changes": trees.changing,
     "trees: workspace": trees.workspace,
     "trees: missing workspace": trees.workspace_missing,
     "trees: mounts": trees.mounts,

@@ -5,12 +5,13 @@ Owns: one function a check. Refuses: paths that lead out on purpose (``attacks.p
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from turnwise.errors import SandboxError, SandboxFileNotFound, SandboxFileTooLarge
-from turnwise.sandboxes.checker.exam import CheckSkipped, Exam, expect, need
+from turnwise.errors import SandboxError, SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge
+from turnwise.sandboxes.checker.exam import CheckSkipped, Exam, expect, need, soon
 from turnwise.sandboxes.core import Mount
 
 
@@ -40,6 +41,7 @@ def plant(folder: Path) -> None:
     (folder / "run.sh").chmod(0o755)
     (folder / "link").symlink_to("pkg/a.py")
     (folder / "dangling").symlink_to("nowhere")
+    os.link(folder / "run.sh", folder / "pkg/run again.sh")
 
 
 async def upload(exam: Exam) -> None:
@@ -122,6 +124,33 @@ async def download_missing(exam: Exam) -> None:
             await sandbox.download(path, target / "b", max_bytes=200_000)
     kept = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     need(kept <= 200_000, f"{kept} bytes are left on the host of a download that was too large")
+
+
+async def changing(exam: Exam) -> None:
+    """What changes while it is downloaded comes as it was at one moment, or is an error of its own; and it ends."""
+    sandbox = await exam.sandbox()
+    target, name = exam.host_folder(), exam.name()
+    script = (
+        f"mkdir {name}; cd {name}; mkdir log; : > shrinks; echo kept > log/kept; i=0; while :; do i=$((i + 1)); "
+        "echo $i >> log/grows; echo x > log/comes$((i % 20)); rm -f log/comes$(((i + 7) % 20)); "
+        "head -c 900000 /dev/zero > shrinks; : > shrinks; [ $i != 1 ] || echo on; done"
+    )
+    process = await sandbox.spawn(script)
+    try:
+        need(await soon(process.read(), 30, "the first word of a script") == b"on\n", "the script did not begin")
+        for number in range(3):
+            copy = target / str(number)
+            await soon(sandbox.download(f"{name}/log", copy), 60, "download of a folder that changes")
+            need((copy / "kept").read_bytes() == b"kept\n", "what stayed did not come")
+            lines = (copy / "grows").read_bytes().split()
+            need(lines == [b"%d" % (at + 1) for at in range(len(lines))], "what grows came otherwise than it was")
+            with contextlib.suppress(SandboxFileError):
+                await soon(sandbox.download(f"{name}/shrinks", target / "file"), 60, "download of what shrinks")
+            with contextlib.suppress(SandboxFileError):
+                await soon(sandbox.read_file(f"{name}/shrinks"), 60, "read_file of what shrinks")
+    finally:
+        await process.kill()
+    need((await sandbox.exec(["true"])).ok, "the sandbox does not answer after that")
 
 
 async def workspace(exam: Exam) -> None:

@@ -17,7 +17,6 @@ from turnwise.errors import SandboxDied, SandboxFileNotFound
 from turnwise.sandboxes.core import Command
 from turnwise.sandboxes.docker import scripts
 from turnwise.sandboxes.docker.ending import ENDING_S, GONE, Endings, Running
-from turnwise.sandboxes.docker.engine import Engine
 from turnwise.sandboxes.docker.streams import STDERR, Output, Stream
 
 _LAST_WORDS_S: Final = 1.0
@@ -33,29 +32,11 @@ class Commands:
     """The commands of one container.
 
     Args:
-        engine: Where it is.
-        container: Which.
-        user: Who runs them.
-        env: Variables of each.
-        pids: How many processes there may be.
-        keeps_files: Whether files outlive a restart of the container.
+        endings: Which container, who runs them, and how they are ended.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        container: str,
-        user: str,
-        env: Mapping[str, str],
-        *,
-        pids: int,
-        keeps_files: bool,
-    ) -> None:
-        self._engine = engine
-        self._container = container
-        self._user = user
-        self._env = dict(env)
-        self._endings = Endings(engine, container, user, env, pids=pids, keeps_files=keeps_files)
+    def __init__(self, endings: Endings) -> None:
+        self._endings = endings
         self._running: dict[str, Running] = {}
         self._recent: deque[tuple[str, float]] = deque(maxlen=256)
 
@@ -157,7 +138,7 @@ class Commands:
         Raises:
             SandboxDied: The container has ended.
         """
-        found = await self._engine.call(
+        found = await self._endings.engine.call(
             lambda client: client.exec_inspect(running.exec_id), what="the sandbox has ended", allowed=GONE
         )
         if found is None:
@@ -203,8 +184,8 @@ class Commands:
 
     async def why_gone(self) -> str | None:
         """Return why the container does not run; None where it does."""
-        found = await self._engine.call(
-            lambda client: client.inspect_container(self._container),
+        found = await self._endings.engine.call(
+            lambda client: client.inspect_container(self._endings.container),
             what="the sandbox has ended",
             allowed=GONE,
         )
@@ -221,8 +202,7 @@ class Commands:
             raise SandboxDied(self.gone)
 
     async def _begin(self, running: Running, argv: Sequence[str], env: Mapping[str, str]) -> Stream:
-        known = {**self._env, **env, scripts.ID_VARIABLE: running.name}
-        starting = asyncio.create_task(self._engine.run(self._container, argv, self._user, known))
+        starting = asyncio.create_task(self._endings.run(argv, {**env, scripts.ID_VARIABLE: running.name}))
         try:
             running.exec_id, stream = await asyncio.shield(starting)
             running.stream = stream

@@ -56,6 +56,8 @@ class Endings:
         keeps_files: Whether files outlive a restart of the container.
 
     Attributes:
+        engine: Where it is.
+        container: Which.
         gone: Why no command can be run any more; None while they can.
     """
 
@@ -69,14 +71,22 @@ class Endings:
         pids: int,
         keeps_files: bool,
     ) -> None:
-        self._engine = engine
-        self._container = container
+        self.engine = engine
+        self.container = container
         self._user = user
         self._env = dict(env)
         self._pids = pids
         self._keeps_files = keeps_files
         self._restarting = asyncio.Lock()
         self.gone: str | None = None
+
+    async def run(self, argv: Sequence[str], more: Mapping[str, str]) -> tuple[str, Stream]:
+        """Start a program, with more variables than those of each; return the engine's name of it and its connection.
+
+        Raises:
+            SandboxDied: The container has ended.
+        """
+        return await self.engine.run(self.container, argv, self._user, {**self._env, **more})
 
     async def end(self, running: Running, others: Collection[str]) -> None:
         """End a command with everything that it started; where that fails, all of the container is ended.
@@ -101,7 +111,7 @@ class Endings:
         Raises:
             SandboxDied: The container has ended.
         """
-        found = await self._engine.call(lambda client: client.inspect_container(self._container))
+        found = await self.engine.call(lambda client: client.inspect_container(self.container))
         assert found is not None
         pid = int(found["State"]["Pid"])
         try:
@@ -137,10 +147,10 @@ class Endings:
 
     async def _allow(self, pids: int) -> None:
         def update(client: Any) -> None:
-            url = client._url("/containers/{0}/update", self._container)
+            url = client._url("/containers/{0}/update", self.container)
             client._raise_for_status(client._post_json(url, data={"PidsLimit": pids}))
 
-        await self._engine.call(update, what="the sandbox has ended", allowed=GONE)
+        await self.engine.call(update, what="the sandbox has ended", allowed=GONE)
 
     async def _says(self, word: bytes, argv: Sequence[str]) -> bool:
         """Run a script of ours, and return whether it said a word (to its end, where there is no word)."""
@@ -148,7 +158,7 @@ class Endings:
         stream: Stream | None = None
         try:
             async with asyncio.timeout(ENDING_S):
-                _, stream = await self._engine.run(self._container, argv, self._user, self._env)
+                _, stream = await self.run(argv, {})
                 stream.end_input()
                 while not word or word not in said:
                     pieces = await stream.pieces()
@@ -166,10 +176,10 @@ class Endings:
         async with self._restarting:
             if not self._keeps_files:
                 self.gone = "the sandbox was given up: a command in it could not be ended, and its files are in memory"
-                await self._engine.call(
-                    lambda client: client.kill(self._container), what="the sandbox has ended", allowed=GONE
+                await self.engine.call(
+                    lambda client: client.kill(self.container), what="the sandbox has ended", allowed=GONE
                 )
                 raise SandboxDied(self.gone)
-            await self._engine.call(
-                lambda client: client.restart(self._container, timeout=0), what="the sandbox did not come back"
+            await self.engine.call(
+                lambda client: client.restart(self.container, timeout=0), what="the sandbox did not come back"
             )

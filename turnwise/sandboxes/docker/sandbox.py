@@ -29,6 +29,7 @@ from turnwise.errors import (
     SandboxStartError,
     SandboxUnavailable,
 )
+from turnwise.sandboxes import archives
 from turnwise.sandboxes.core import (
     MAX_FILE,
     MAX_OUTPUT,
@@ -39,8 +40,9 @@ from turnwise.sandboxes.core import (
     SandboxProcess,
     SandboxSpec,
 )
-from turnwise.sandboxes.docker import archives, scripts
+from turnwise.sandboxes.docker import scripts
 from turnwise.sandboxes.docker.commands import Commands
+from turnwise.sandboxes.docker.ending import Endings
 from turnwise.sandboxes.docker.keeper import Keeper
 from turnwise.sandboxes.docker.process import DockerProcess
 from turnwise.sandboxes.docker.settings import HOME, TMP, user_of
@@ -193,7 +195,7 @@ class DockerSandbox(Sandbox):
         """Copy a file or a folder inside to a path on the host."""
         with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
             await self._pack(source, packed, max_bytes)
-            await asyncio.to_thread(archives.unpack, packed, target, max_bytes=max_bytes)
+            await asyncio.to_thread(archives.unpack, packed, target, max_bytes)
 
     async def snapshot(self) -> str:
         """Keep the files as they are now."""
@@ -254,7 +256,7 @@ class DockerSandbox(Sandbox):
             SandboxStartError,
             f"sandbox {self.id} of image {settings['Image']!r} did not start (an image needs /bin/sh)",
         )
-        self._commands = Commands(
+        endings = Endings(
             self._engine,
             self.id,
             f"{user[0]}:{user[1]}",
@@ -262,6 +264,7 @@ class DockerSandbox(Sandbox):
             pids=spec.limits.pids,
             keeps_files=not in_memory,
         )
+        self._commands = Commands(endings)
         if in_memory:
             await self._fill()
 
@@ -304,7 +307,7 @@ class DockerSandbox(Sandbox):
 
     async def _pack(self, source: str, packed: IO[bytes], max_bytes: int, *names: str) -> None:
         def outputs(mark: bytes) -> tuple[Output, Output]:
-            return _Spool(mark, packed, max_bytes + archives.OVERHEAD), Output(mark)
+            return _Spool(mark, packed, max_bytes + archives.HEADERS), Output(mark)
 
         try:
             await self._script(source, scripts.PACK, *names, outputs=outputs, timeout=_ARCHIVE_S)
@@ -383,10 +386,10 @@ class _Spool(Output):
     def __init__(self, mark: bytes, file: IO[bytes], most: int) -> None:
         super().__init__(mark)
         self._file = file
-        self._most = most
+        self._left = most
 
     def _keep(self, data: bytes) -> None:
-        self.total += len(data)
-        if self.total > self._most:
+        self._left -= len(data)
+        if self._left < 0:
             raise _TooMuch
         self._file.write(data)

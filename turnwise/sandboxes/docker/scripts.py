@@ -151,14 +151,21 @@ cat >"$1" || exit 1
 # $1: where. Nobody's owner is looked for, and nobody's permissions beyond the usual are given.
 UNPACK: Final = r"""mkdir -p -- "$1" && tar -xof - -C "$1" """
 
-# $1: what, then what of it. The content of a folder, or those names of it; else the file alone.
+# $1: what, then what of it. The content of a folder, or those names of it; else the file alone. That something grew or
+# went away meanwhile is no failure: it is as it was at one moment.
 PACK: Final = f"""
 [ -e "$1" ] || exit {NOT_FOUND}
 if [ -d "$1" ]; then above=$1; shift; [ $# -gt 0 ] || set -- .
 else [ -f "$1" ] || exit {NOT_A_FILE}; [ -r "$1" ] || exit {UNREADABLE}
   name=${{1##*/}}; above=${{1%"$name"}}; set -- "./$name"
 fi
-tar -cf - -C "$above" "$@"
+exec 3>&1
+said=$(LC_ALL=C tar -cf - -C "$above" "$@" 2>&1 >&3)
+code=$?
+[ $code = 0 ] && exit
+printf '%s\\n' "$said" | grep -v -e ': file changed as we read it$' -e ': File removed before we read it$' >&2
+[ $? = 1 ] && [ $code = 1 ] && exit
+exit 1
 """
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from turnwise.sandboxes.core import MAX_OUTPUT
+from turnwise.sandboxes.outputs import Kept
 
 _PIECE: Final = 65_536
 _HEADER: Final = struct.Struct(">BxxxL")
@@ -58,17 +59,13 @@ class Output:
 
     Attributes:
         end: What followed the word; None while that was not said.
-        total: Bytes that the command wrote.
     """
 
     def __init__(self, mark: bytes, max_bytes: int = MAX_OUTPUT) -> None:
         self.end: str | None = None
-        self.total = 0
         self._mark = mark + b":"
-        self._max = max_bytes
         self._waiting = bytearray()
-        self._head = bytearray()
-        self._tail = bytearray()
+        self._kept = Kept(max_bytes)
 
     def feed(self, data: bytes) -> None:
         """Take what came; what comes after the end is of others, and dropped."""
@@ -97,25 +94,15 @@ class Output:
     @property
     def truncated(self) -> bool:
         """Whether more was written than is kept."""
-        return self.total > self._max
+        return self._kept.truncated
 
     @property
     def kept(self) -> bytes:
         """The output, with a line in the place of what is missing."""
-        if not self.truncated:
-            return bytes(self._head + self._tail)
-        tail = self._tail[len(self._tail) - (self._max - self._max // 2) :]
-        missing = self.total - self._max
-        return bytes(self._head) + b"\n[%d bytes are missing here]\n" % missing + bytes(tail)
+        return self._kept.data
 
     def _keep(self, data: bytes) -> None:
-        self.total += len(data)
-        room = max(self._max // 2 - len(self._head), 0)
-        self._head += data[:room]
-        self._tail += data[room:]
-        most = self._max - self._max // 2
-        if len(self._tail) > 2 * most + _PIECE:
-            del self._tail[: len(self._tail) - most]
+        self._kept.add(data)
 
 
 class Stream:

@@ -241,7 +241,7 @@ class Output:
     def __init__(self, kind: str, most: int | None) -> None:
         self.kind = kind
         self.most = most
-        self.head = 0 if most is None else most - most // 2
+        self.head = 0 if most is None else most // 2
         self.tail = bytearray()
         self.missing = 0
         self.cut = False
@@ -257,7 +257,7 @@ class Output:
         if first:
             send(self.kind, first)
         self.tail += rest
-        over = len(self.tail) - self.most // 2
+        over = len(self.tail) - (self.most - self.most // 2)
         if over > 0:
             self.missing += over
             del self.tail[:over]
@@ -265,7 +265,7 @@ class Output:
     def end(self) -> bool:
         """Pass the tail on; return whether something is missing."""
         if self.missing:
-            send(self.kind, b"\n[... %d bytes are missing here ...]\n" % self.missing)
+            send(self.kind, b"\n[%d bytes are missing here]\n" % self.missing)
         if self.tail:
             send(self.kind, bytes(self.tail))
             self.tail.clear()

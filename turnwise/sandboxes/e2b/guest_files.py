@@ -1,7 +1,8 @@
 """The program that does one call on files inside an E2B sandbox, as the user of its commands.
 
-Owns: reading, writing, packing and unpacking inside. It is sent as text and imports nothing of this package. It ends
-with 44 where there is no such file, 45 where it is too large, and 46 for everything else that is wrong with it.
+Owns: reading, writing, packing and unpacking inside. It is sent as text, behind that of ``packing.py``, and imports
+nothing of this package. It ends with 44 where there is no such file, 45 where it is too large, and 46 for everything
+else that is wrong with it.
 """
 
 import os
@@ -11,6 +12,10 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from turnwise.sandboxes.packing import write_archive
 
 
 def fail(code: int, why: object) -> None:
@@ -81,19 +86,17 @@ def pack(path: str, most: str) -> None:
     total = 0
     for root, _, names in os.walk(path):
         for name in names:
-            status = os.lstat(os.path.join(root, name))
+            try:
+                status = os.lstat(os.path.join(root, name))
+            except FileNotFoundError:
+                continue  # It has gone since.
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     if total > int(most):
         fail(45, f"its files hold {total} bytes, more than max_bytes={most}")
     descriptor, name = tempfile.mkstemp(prefix=".turnwise-", dir="/tmp")
-    with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-        archive.add(path, ".", filter=kept)
+    with open(descriptor, "wb") as file:
+        write_archive(path, file)
     sys.stdout.write(f"folder {name}")
-
-
-def kept(member: tarfile.TarInfo) -> "tarfile.TarInfo | None":
-    """Leave out what is no file, folder or link."""
-    return member if member.isreg() or member.isdir() or member.issym() or member.islnk() else None
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ from turnwise.errors import (
     SandboxFileTooLarge,
     SandboxUnavailable,
 )
-from turnwise.sandboxes.archives import pack, unpack
+from turnwise.sandboxes import packing
+from turnwise.sandboxes.archives import HEADERS, pack, unpack
 from turnwise.sandboxes.core import (
     MAX_FILE,
     MAX_OUTPUT,
@@ -46,7 +47,9 @@ from turnwise.sandboxes.e2b.sdk import mapped, starting
 if TYPE_CHECKING:
     from turnwise.sandboxes.e2b.backend import E2BBackend
 
-_FILES: Final = (Path(__file__).parent / "guest_files.py").read_text()
+_FILES: Final = "\n".join(
+    Path(each).read_text() for each in (packing.__file__, Path(__file__).parent / "guest_files.py")
+)
 _CALL: Final = ("python3", "-I", "-S", "-c", _FILES)
 _INLINE: Final = 2**18
 """Bytes that travel with a command; what is larger travels as a file."""
@@ -132,11 +135,9 @@ class E2BSandbox(Sandbox):
         if not found.stderr:
             return found.stdout
         # It is large: the SDK's own route for files is the faster one.
-        with mapped(self.id):
-            data = bytes(await self._live().files.read(found.stderr.decode(), format="bytes", user="root"))
-        if len(data) > max_bytes:
-            raise SandboxFileTooLarge(f"{path!r} holds more than max_bytes={max_bytes}")
-        return data
+        data = io.BytesIO()
+        await self._fetch(found.stderr.decode(), data, max_bytes, f"{path!r} holds more than max_bytes={max_bytes}")
+        return data.getvalue()
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write a file inside; see the contract."""
@@ -156,11 +157,8 @@ class E2BSandbox(Sandbox):
         kind, _, name = found.stdout.decode().partition(" ")
         try:
             with tempfile.TemporaryFile() as spool:
-                with mapped(self.id):
-                    async for piece in await self._live().files.read(name, format="stream", user="root"):
-                        spool.write(piece)
-                        if kind == "file" and spool.tell() > max_bytes:
-                            raise SandboxFileTooLarge(f"{source!r} holds more than max_bytes={max_bytes}")
+                most = max_bytes if kind == "file" else max_bytes + HEADERS
+                await self._fetch(name, spool, most, f"{source!r} holds more than max_bytes={max_bytes}")
                 spool.seek(0)
                 if kind == "file":
                     await asyncio.to_thread(_write_plain, spool, target, int(found.stderr or b"420"))
@@ -283,6 +281,14 @@ class E2BSandbox(Sandbox):
         with mapped(self.id):
             await self._live().files.write(path, data, user="root")
         return path
+
+    async def _fetch(self, name: str, into: IO[bytes], most: int, too_large: str) -> None:
+        """Bring what a file inside holds here, as root. It may have grown since it was looked at, or grow now."""
+        with mapped(self.id):
+            async for piece in await self._live().files.read(name, format="stream", user="root"):
+                into.write(piece)
+                if into.tell() > most:
+                    raise SandboxFileTooLarge(too_large)
 
     async def _on_file(
         self, kind: str, path: str, *rest: str, stdin: bytes = b"", max_output: int = MAX_OUTPUT

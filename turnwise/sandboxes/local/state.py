@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from turnwise.errors import SandboxUnavailable
+from turnwise.sandboxes import packing
 from turnwise.sandboxes.local.boot import groups, removal
 from turnwise.sandboxes.local.plans import COPIED, HOME, INSIDE, USER
 from turnwise.sandboxes.local.rungs import find_groups
@@ -93,9 +94,10 @@ def make(folder: Path) -> tuple[Path, int]:
     for name in ("boot", "etc", "boxes", "snapshots", "stage", "lib"):
         (made / name).mkdir()
         (made / name).chmod(0o711 if name in ("boxes", "snapshots", "stage") else 0o755)
-    for name in ("agent", "files"):
-        py_compile.compile(str(_BOOT / f"{name}.py"), str(made / "boot" / f"{name}.pyc"), doraise=True)
-        (made / "boot" / f"{name}.pyc").chmod(0o644)
+    for program in (_BOOT / "agent.py", _BOOT / "files.py", Path(packing.__file__)):
+        compiled = made / "boot" / f"{program.stem}.pyc"
+        py_compile.compile(str(program), str(compiled), doraise=True)
+        compiled.chmod(0o644)
     _etc(made / "etc")
     folders = [str(each / made.name) for each in find_groups().folders()]
     (made / "groups").write_text("\n".join(folders) + "\n" if folders else "")

@@ -1,6 +1,6 @@
 """Output of commands, kept within bounds.
 
-Owns: reading a pipe as it fills, keeping its head and tail, and emptying it when nobody wants it any longer.
+Owns: reading a pipe as it fills, and emptying it when nobody wants it any longer.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 from typing import Final
+
+from turnwise.sandboxes.outputs import Kept
 
 _CHUNK: Final = 65_536
 _LAST: Final = 2**20 + _CHUNK
@@ -25,11 +27,7 @@ class Collector:
     def __init__(self, fd: int, limit: int) -> None:
         self._loop = asyncio.get_running_loop()
         self.fd = fd
-        self.total = 0
-        self._limit = limit
-        self._head_size = limit // 2
-        self._head = bytearray()
-        self._tail = bytearray()
+        self._kept = Kept(limit)
         self._dropping = False
         self.over: asyncio.Future[None] = self._loop.create_future()
         os.set_blocking(fd, False)
@@ -38,7 +36,7 @@ class Collector:
     @property
     def truncated(self) -> bool:
         """Whether more came than is kept."""
-        return self.total > self._limit
+        return self._kept.truncated
 
     @property
     def closed(self) -> bool:
@@ -47,11 +45,7 @@ class Collector:
 
     def result(self) -> bytes:
         """Return what is kept, with a line in the place of what is missing."""
-        if not self.truncated:
-            return bytes(self._head + self._tail)
-        tail = bytes(self._tail[-(self._limit - self._head_size) :]) if self._limit > self._head_size else b""
-        missing = self.total - len(self._head) - len(tail)
-        return bytes(self._head) + b"\n[%d bytes are missing here]\n" % missing + tail
+        return self._kept.data
 
     def finish(self) -> None:
         """Take what is there now; what comes from now on is dropped, so that no writer ever waits or fails."""
@@ -85,16 +79,5 @@ class Collector:
             self.close()
             return 0
         if not self._dropping:
-            self._keep(data)
+            self._kept.add(data)
         return len(data)
-
-    def _keep(self, data: bytes) -> None:
-        self.total += len(data)
-        room = self._head_size - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
-        self._tail += data
-        most = self._limit - self._head_size
-        if len(self._tail) > 2 * most + _CHUNK:
-            del self._tail[: len(self._tail) - most]

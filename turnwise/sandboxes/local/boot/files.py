@@ -11,7 +11,6 @@ import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import tarfile
     from typing import Any
 
 _CHUNK = 1 << 20
@@ -90,23 +89,11 @@ def write(path: str, mode: int | None, source: int) -> None:
 
 def pack(path: str, out: int) -> None:
     """Send a file, or a folder's content, as an archive."""
-    import tarfile
+    import packing  # type: ignore[import-not-found]
 
-    kind = os.stat(path).st_mode
-    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-        raise OSError(errno.EINVAL, "it is neither a file nor a folder")
     os.set_blocking(out, True)
-    with (
-        os.fdopen(out, "wb", closefd=False) as stream,
-        tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive,
-    ):
-
-        def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-            archive.inodes = {}  # type: ignore[attr-defined]  # hard links travel as files
-            return member if member.isfile() or member.isdir() or member.issym() else None
-
-        # What the caller names is followed; links below it travel as links.
-        archive.add(os.path.realpath(path), arcname="." if os.path.isdir(path) else "file", filter=kept)
+    with os.fdopen(out, "wb", closefd=False) as stream:
+        packing.write_archive(path, stream)
 
 
 def unpack(path: str, source: int) -> None:

@@ -1,16 +1,19 @@
-"""Archives on their way out of a sandbox: nothing in them leads anywhere but below the target."""
+"""Archives on their way into a sandbox and out of it: what leads out, what is too much, and what changes meanwhile."""
 
 from __future__ import annotations
 
 import io
 import os
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from turnwise.errors import SandboxFileError, SandboxFileTooLarge
-from turnwise.sandboxes.docker.archives import pack, unpack
+from turnwise.sandboxes.archives import pack, unpack
+from turnwise.sandboxes.packing import write_archive
 
 
 def archive(*members: tuple[str, bytes, str | bytes], top: str = ".") -> io.BytesIO:
@@ -42,6 +45,7 @@ def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
     (source / "a/run").chmod(0o755)
     (source / "empty").mkdir()
     (source / "link").symlink_to("a/b/file")
+    (source / "a/up").symlink_to("../a/run")
     os.link(source / "a/run", source / "again")
     os.mkfifo(source / "pipe")
     packed = io.BytesIO()
@@ -50,9 +54,9 @@ def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
     with tarfile.open(fileobj=packed) as made:
         assert {(member.uid, member.gid, member.uname) for member in made} == {(7, 8, "")}
     packed.seek(0)
-    unpack(packed, tmp_path / "target", max_bytes=100)
+    unpack(packed, tmp_path / "target", 100)
     found = sorted(str(path.relative_to(tmp_path / "target")) for path in (tmp_path / "target").rglob("*"))
-    assert found == ["a", "a/b", "a/b/file", "a/run", "again", "empty", "link"]
+    assert found == ["a", "a/b", "a/b/file", "a/run", "a/up", "again", "empty", "link"]
     assert (tmp_path / "target/link").readlink() == Path("a/b/file")
     assert (tmp_path / "target/again").read_bytes() == b"#!/bin/sh\n"
     assert (tmp_path / "target/a/run").stat().st_mode & 0o777 == 0o755
@@ -63,7 +67,7 @@ def test_one_file_comes_out_as_the_target(tmp_path: Path) -> None:
     packed = io.BytesIO()
     pack(tmp_path / "one", packed, name="./one")
     packed.seek(0)
-    unpack(packed, tmp_path / "new/name", max_bytes=10)
+    unpack(packed, tmp_path / "new/name", 10)
     assert (tmp_path / "new/name").read_text() == "1"
 
 
@@ -95,7 +99,7 @@ def test_nothing_leads_out(members: list[tuple[str, bytes, str | bytes]], tmp_pa
         return text.replace("/TMP", str(tmp_path)) if isinstance(text, str) else text
 
     made = archive(*((str(named(name)), kind, named(content)) for name, kind, content in members))
-    unpack(made, target, max_bytes=100)
+    unpack(made, target, 100)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "target"]
     assert (tmp_path / "secret").read_text() == "secret"
     for path in target.rglob("*"):
@@ -110,19 +114,103 @@ def test_a_link_that_was_there_is_replaced_and_not_followed(tmp_path: Path) -> N
     target.mkdir()
     (target / "sub").symlink_to(tmp_path / "outside")
     (target / "name").symlink_to(tmp_path / "file")
-    unpack(archive(("sub/x", FILE, b"x"), ("name", FILE, b"theirs")), target, max_bytes=100)
+    unpack(archive(("sub/x", FILE, b"x"), ("name", FILE, b"theirs")), target, 100)
     assert not list((tmp_path / "outside").iterdir())
     assert (tmp_path / "file").read_text() == "mine"
     assert (target / "name").read_bytes() == b"theirs"
 
 
 def test_special_permissions_do_not_come_along(tmp_path: Path) -> None:
-    unpack(archive(("tool", FILE, b"x")), tmp_path / "target", max_bytes=100)
+    unpack(archive(("tool", FILE, b"x")), tmp_path / "target", 100)
     assert (tmp_path / "target/tool").stat().st_mode & 0o7777 == 0o755
 
 
 def test_more_than_is_taken_and_what_is_no_archive_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxFileTooLarge, match="max_bytes=3"):
-        unpack(archive(("a", FILE, b"12"), ("b", FILE, b"34")), tmp_path / "a", max_bytes=3)
-    with pytest.raises(SandboxFileError, match="no archive"):
-        unpack(io.BytesIO(b"no archive at all" * 100), tmp_path / "b", max_bytes=3)
+        unpack(archive(("a", FILE, b"12"), ("b", FILE, b"34")), tmp_path / "a", 3)
+    for nothing in (b"no archive at all" * 100, bytes(1024), b""):
+        with pytest.raises(SandboxFileError, match="no archive"):
+            unpack(io.BytesIO(nothing), tmp_path / "b", 3)
+
+
+def test_second_names_of_a_file_count_as_often_as_they_are_written(tmp_path: Path) -> None:
+    names = [(f"n{number}", HARD, "a") for number in range(9)]
+    unpack(archive(("a", FILE, b"1234"), *names), tmp_path / "fits", 40)
+    assert {path.read_bytes() for path in (tmp_path / "fits").iterdir()} == {b"1234"}
+    assert {path.stat().st_nlink for path in (tmp_path / "fits").iterdir()} == {1}
+    with pytest.raises(SandboxFileTooLarge, match="max_bytes=39"):
+        unpack(archive(("a", FILE, b"1234"), *names), tmp_path / "many", 39)
+
+
+@pytest.mark.parametrize("size", [0, 1, 512, 10_240 - 512, 10_240, 3 * 10_240 - 512])
+def test_an_archive_is_read_to_its_end_so_that_whoever_packs_it_is_not_cut_off(size: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(size))
+    packed = io.BytesIO()
+    pack(tmp_path / "file", packed)
+    packed.seek(0)
+    unpack(packed, tmp_path / "again", size)
+    assert packed.read() == b""
+    assert (tmp_path / "again").stat().st_size == size
+
+
+# What changes while it is packed.
+
+
+class Watched(io.BytesIO):
+    """Lets something happen as soon as a word has been written."""
+
+    def __init__(self, word: str, happens: Callable[[], object]) -> None:
+        super().__init__()
+        self.word, self.happens = word.encode(), happens
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        if self.word in bytes(data):
+            self.word = b"\xff never"
+            self.happens()
+        return written
+
+
+def changed(folder: Path, happens: Callable[[], object]) -> Path:
+    """Pack a folder in which something happens once the header of ``b`` is written, and unpack it."""
+    (folder / "in").mkdir()
+    for name in "abc":
+        (folder / "in" / name).write_bytes(b"1234")
+    packed = Watched("./b", happens)
+    write_archive(str(folder / "in"), packed)
+    packed.seek(0)
+    unpack(packed, folder / "out", 1000)
+    return folder / "out"
+
+
+def test_of_a_file_that_grows_comes_what_it_held(tmp_path: Path) -> None:
+    def grow() -> None:
+        with (tmp_path / "in/b").open("ab") as file:
+            file.write(b"5" * 2000)
+
+    out = changed(tmp_path, grow)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == dict.fromkeys("abc", b"1234")
+
+
+def test_a_file_that_becomes_shorter_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"'\./b' became shorter while it was read"):
+        changed(tmp_path, lambda: os.truncate(tmp_path / "in/b", 1))
+    source = tmp_path / "in"
+    (source / "b").write_bytes(b"1234")
+    with pytest.raises(SandboxFileError, match=r"is not uploaded: '\./b' became shorter"):
+        pack(source, Watched("./b", lambda: os.truncate(source / "b", 1)))
+
+
+@pytest.mark.parametrize("becomes", ["nothing", "a pipe", "a folder", "a link"])
+def test_what_goes_away_is_left_out_and_nothing_is_waited_for(becomes: str, tmp_path: Path) -> None:
+    def change() -> None:
+        (tmp_path / "in/c").unlink()
+        if becomes == "a pipe":
+            os.mkfifo(tmp_path / "in/c")
+        elif becomes == "a folder":
+            (tmp_path / "in/c").mkdir()
+        elif becomes == "a link":
+            (tmp_path / "in/c").symlink_to("/etc/passwd")
+
+    out = changed(tmp_path, change)
+    assert {path.name for path in out.iterdir() if path.is_file()} == {"a", "b"}

@@ -1,0 +1,99 @@
+"""Files and folders as archives, made where they are: on the host, and inside a sandbox by what serves requests there.
+
+Owns: :func:`write_archive`, and what becomes of files that change meanwhile. Refuses: reading archives
+(``archives.py``). It imports nothing of this package: its text and its compiled form travel into sandboxes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tarfile
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import IO
+
+_BLOCK = 512
+_CHUNK = 1 << 20
+_GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EINVAL)
+"""What is said of a name that was removed, or became something else, since it was seen."""
+
+
+def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0, gid: int = 0) -> None:
+    """Write a file, or a folder's content, as an archive: files, folders and links; hard links as files of their own.
+
+    What is asked for is followed where it is a link; links below it travel as links. Of a file that grows meanwhile
+    comes what it held when it was opened; what goes away or becomes something else meanwhile is left out.
+
+    Args:
+        source: What is packed.
+        stream: Where the archive goes.
+        name: What it is called in the archive; what is in a folder stands below.
+        uid: Whose it is there.
+        gid: Of which group.
+
+    Raises:
+        FileNotFoundError: There is no such thing.
+        OSError: It is neither a file nor a folder, cannot be read, or became shorter while it was read; or nobody
+            reads the archive.
+    """
+    source = os.path.realpath(source)
+    if stat.S_IFMT(os.stat(source).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+        raise OSError(errno.EINVAL, "it is neither a file nor a folder")
+    ahead = [(source, name)]
+    while ahead:
+        path, inside = ahead.pop()
+        try:
+            below = _add(path, inside, stream, uid, gid)
+        except OSError as error:
+            if path == source or error.errno not in _GONE:
+                raise
+            continue
+        ahead += [(f"{path}/{each}", f"{inside}/{each}") for each in sorted(below, reverse=True)]
+    stream.write(bytes(2 * _BLOCK))
+
+
+def _add(path: str, name: str, stream: IO[bytes], uid: int, gid: int) -> list[str]:
+    """Write what a path is now, and return what is in it."""
+    member = tarfile.TarInfo(name)
+    member.uid, member.gid = uid, gid
+    status = os.lstat(path)
+    if stat.S_ISREG(status.st_mode):
+        # What took its place since is neither followed nor waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode):
+                member.size = status.st_size
+                _head(member, status, stream)
+                _content(fd, member, stream)
+        finally:
+            os.close(fd)
+        return []
+    if stat.S_ISDIR(status.st_mode):
+        below = os.listdir(path)
+        member.type = tarfile.DIRTYPE
+        _head(member, status, stream)
+        return below
+    if stat.S_ISLNK(status.st_mode):
+        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+        _head(member, status, stream)
+    return []
+
+
+def _head(member: tarfile.TarInfo, status: os.stat_result, stream: IO[bytes]) -> None:
+    member.mode, member.mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
+    stream.write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+
+
+def _content(fd: int, member: tarfile.TarInfo, stream: IO[bytes]) -> None:
+    left = member.size
+    while left:
+        data = os.read(fd, min(left, _CHUNK))
+        if not data:
+            raise OSError(errno.EIO, f"{member.name!r} became shorter while it was read")
+        stream.write(data)
+        left -= len(data)
+    stream.write(bytes(-member.size % _BLOCK))
