@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
+import orjson
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.crash_checks import prove
 from support.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config, training
+from turnwise.errors import FormatError
 from turnwise.rollout.batches import read_batches
+from turnwise.rollout.journal_lines import seal
 from turnwise.rollout.writer import read_trajectories
 from turnwise.trainer.audit import audit_run
 from turnwise.trainer.config import TrainConfig
@@ -18,8 +24,8 @@ from turnwise.trainer.train import run_train
 
 pytestmark = pytest.mark.long
 STEPS = 3
-# Places, as parts of all the times that the run touches a file: the beginning, the end, and nine between them.
-PLACES = 11
+# Places, as parts of all the times that the run touches a file: the beginning, the end, and five between them.
+PLACES = 7
 
 
 def config(model: Path, runs: Path, at: int) -> TrainConfig:
@@ -79,3 +85,72 @@ def test_a_kill_anywhere_costs_at_most_the_steps_since_the_last_checkpoint(
     assert ids[: len(left)] == left
     assert len(set(ids)) == len(ids)
     assert audit_run(run, at_most=4, console=silent()).contradictions == [], event
+
+
+def first(lines: list[bytes], event: str) -> int:
+    return next(number for number, line in enumerate(lines) if line.startswith(f'{{"event":"{event}"'.encode()))
+
+
+def without(event: str) -> Callable[[list[bytes]], None]:
+    return lambda lines: lines.pop(first(lines, event))
+
+
+def taken_twice(lines: list[bytes]) -> None:
+    lines.insert(len(lines) - 1, lines[first(lines, "take")])
+
+
+def sampled_again(lines: list[bytes]) -> None:
+    """A member of the first group finishes once more, with what another one left."""
+    one, other = (
+        orjson.loads(line) for line in (lines[first(lines, "member")], lines[-1 - first(lines[::-1], "member")])
+    )
+    again = {**one, "trajectories": other["trajectories"]}
+    del again["crc"]
+    lines.insert(len(lines) - 1, seal(again))
+
+
+def first_lost(lines: list[bytes]) -> None:
+    del lines[0]
+
+
+def trained_twice(lines: list[bytes]) -> None:
+    """The last step trains what an earlier one did, too."""
+    one = next(record for record in map(orjson.loads, lines[:-1]) if record.get("rows"))
+    last = orjson.loads(lines[-1])
+    last["rows"] += one["rows"]
+    lines[-1] = orjson.dumps(last)
+
+
+def untrained(lines: list[bytes]) -> None:
+    """A trajectory of a step is in none of its rows."""
+    step = next(number for number, line in enumerate(lines) if b'"rows":[{' in line)
+    record = orjson.loads(lines[step])
+    lost = record["rows"][0]["trajectory"]
+    record["rows"] = [row for row in record["rows"] if row["trajectory"] != lost]
+    lines[step] = orjson.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil"),
+    [
+        ("journal.jsonl", without("member")),
+        ("journal.jsonl", without("group")),
+        ("journal.jsonl", without("take")),
+        ("journal.jsonl", without("end")),
+        ("journal.jsonl", taken_twice),
+        ("journal.jsonl", sampled_again),
+        ("trajectories.jsonl", first_lost),
+        ("batches.jsonl", trained_twice),
+        ("batches.jsonl", untrained),
+    ],
+)
+def test_what_the_crash_tests_check_fails_where_something_is_wrong(
+    straight: Path, tmp_path: Path, file: str, spoil: Callable[[list[bytes]], None]
+) -> None:
+    run = shutil.copytree(straight / "run", tmp_path / "run")
+    assert prove(run, [], at_most=1).steps == STEPS
+    spoilt = (run / file).read_bytes().splitlines()
+    spoil(spoilt)
+    (run / file).write_bytes(b"".join(line + b"\n" for line in spoilt))
+    with pytest.raises((AssertionError, FormatError)):
+        prove(run, [], at_most=1)

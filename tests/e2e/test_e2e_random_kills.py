@@ -1,103 +1,167 @@
 """A run is killed again and again, at random moments, and still ends with every step trained once, proven by the audit.
 
-Each kill hits the trainer or its inference server, wherever they are: starting, rolling out, updating, syncing weights,
-saving. A dead server is started again by the run (one that dies while it is started again ends it, with an error that
-says so); a dead trainer is started again here, as a person would. What is left of the kills stands in the files that
-``turnwise audit`` reads.
+Each kill hits one of the processes that the run needs, wherever they are: the trainer (which carries the gateway and
+owns the sandboxes), its inference server, a runner, the process that starts the sandboxes. A dead server is started
+again by the run (one that dies once more ends it, with an error that says so); a dead trainer and a dead runner are
+started again here, as a person would. What is left of the kills stands in the files that ``turnwise audit`` reads.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from support.lookup_run import GROUPS, MEMBERS, Turnwise, gone, silent, train_config, training, wait_until
-from turnwise.rollout.batches import read_batches
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
+from support.crash_checks import Left, left_on_disk, prove
+from support.crash_moments import listening
+from support.crash_runs import Boxes, killed_config, open_boxes, start_runner
+from support.lookup_run import Turnwise, gone, silent, training, wait_until
 from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.train import run_train
 
-MORE_STEPS = 10_000
+# How often each victim is drawn, among those that a run has.
+SHARES = {"trainer": 1, "server": 1, "runner": 2, "sandboxes": 2}
+LONGEST_S = 1.5
 
 
-def servers_of(process: Turnwise) -> list[psutil.Process]:
-    try:
-        return process.servers()
-    except psutil.NoSuchProcess:
+class Scene:
+    """One run and what is around it; what was killed is started again by :meth:`keep`.
+
+    Attributes:
+        killed: Who was, how often.
+        lives: What the processes of the run left that did not end in order.
+    """
+
+    def __init__(self, config: TrainConfig, *, boxes: Boxes | None, seed: int) -> None:
+        self.config, self.run = config, config.runs / config.name
+        self.killed: Counter[str] = Counter()
+        self.lives: list[Left] = []
+        self._draw = random.Random(seed)
+        self._runner: Turnwise | None = None
+        self._victims = ["trainer", "server"]
+        if config.rollout.remote is not None:
+            self._victims.append("runner")
+        if boxes is not None:
+            self._victims.append("sandboxes")
+
+    def kill_at_random(self, kills: int) -> None:
+        """Start the run and kill one of its processes, until enough was killed."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_runner)
+            while self.killed.total() < kills:
+                with training(self.config) as process:
+                    below = self._live(process, kills)
+                    wait_until(lambda left=below: gone(left), "the end of what a dead trainer had started")
+                self.lives.append(left_on_disk(self.run))
+
+    def _live(self, process: Turnwise, kills: int) -> list[psutil.Process]:
+        """Kill until the trainer has ended; return the processes below it that were seen last."""
+        below: list[psutil.Process] = []
+        while self.killed.total() < kills:
+            victim = self._draw.choices(self._victims, [SHARES[each] for each in self._victims])[0]
+            found: list[psutil.Process] = []
+            while not found and process.poll() is None:
+                self._keep_runner(process)
+                found = self._up(victim, process)
+                time.sleep(0.01)
+            # No synchronisation: which moment it is, is what is drawn.
+            time.sleep(self._draw.uniform(0, LONGEST_S))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                below = psutil.Process(process.pid).children(recursive=True)
+            if process.poll() is not None:
+                said = process.output()
+                assert "died again after a restart" in said or "did not start: signal 9" in said, said
+                return below
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[0].kill()
+                self.killed[victim] += 1
+            if victim == "trainer":
+                assert process.wait() == -signal.SIGKILL, process.output()
+                return below
+            wait_until(lambda left=found: gone(left), f"the end of the killed {victim}")
+        process.kill()
+        process.wait()
+        return below
+
+    def _up(self, victim: str, process: Turnwise) -> list[psutil.Process]:
+        """Return the victim, once it does what it is there for."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if victim == "runner":
+                player = self._runner
+                up = player is not None and player.poll() is None and "connected to" in player.output()
+                return [psutil.Process(player.pid)] if up else []
+            below = psutil.Process(process.pid).children(recursive=True)
+            if victim == "sandboxes":
+                return [each for each in below if any("boot.launcher" in part for part in each.cmdline())]
+            servers = [each for each in below if "turnwise.inference.server" in each.cmdline() and listening(each)]
+            return servers if victim == "server" else [psutil.Process(process.pid)] * bool(servers)
         return []
 
+    def _keep_runner(self, process: Turnwise) -> None:
+        if self.config.rollout.remote is None or process.poll() is not None:
+            return
+        if self._runner is not None and self._runner.poll() is None:
+            return
+        self._end_runner()
+        self._runner = start_runner(self.config)
 
-def kill_at_random(config: TrainConfig, kills: int, seconds: float, seed: int) -> Counter[str]:
-    """Start the run and kill one of its processes, until enough was killed or the time is over; return who was."""
-    draw, killed, ends = random.Random(seed), Counter[str](), time.monotonic() + seconds
-    while killed.total() < kills and time.monotonic() < ends:
-        with training(config) as process:
-            while killed.total() < kills and time.monotonic() < ends:
-                wait_until(lambda p=process: p.poll() is not None or servers_of(p), "a server")
-                # No synchronisation: which moment it is, is what is drawn.
-                time.sleep(draw.uniform(0, 3))
-                servers = servers_of(process)
-                if process.poll() is not None:
-                    # On a busy machine a server may be killed before it has started.
-                    said = process.output()
-                    assert "died" in said or "did not start: signal 9" in said, said
-                    break
-                victim = draw.choice(["trainer", *["server"] * bool(servers)])
-                os.kill(process.pid if victim == "trainer" else servers[0].pid, signal.SIGKILL)
-                killed[victim] += 1
-                if victim == "trainer":
-                    assert process.wait() == -signal.SIGKILL
-                    wait_until(lambda left=servers: gone(left), "the end of the servers without their trainer")
-                    break
-                wait_until(lambda left=servers[:1]: gone(left), "the end of the killed server")
-    return killed
+    def _end_runner(self) -> None:
+        if self._runner is not None:
+            with self._runner:
+                pass
 
-
-def check(config: TrainConfig, killed: Counter[str]) -> None:
-    """Let the run end, and prove that each step was trained once."""
-    run = config.runs / config.name
-    steps = max([0, *CheckpointStore(run / "checkpoints").steps()]) + 2
-    assert run_train(config.model_copy(update={"steps": steps}), console=silent()).steps == steps
-    report = audit_run(run, at_most=4, console=silent())
-    assert report.contradictions == [], killed
-    batches = read_batches(run / "batches.jsonl")
-    assert batches.steps == steps
-    by_step = {step: {row.trajectory for row in batches.rows if row.step == step} for step in range(1, steps + 1)}
-    assert all(0 < len(trained) <= GROUPS * MEMBERS for trained in by_step.values())
-    # None in two steps: the sets of the steps have nothing in common.
-    assert sum(map(len, by_step.values())) == len(set().union(*by_step.values()))
-    known = {trajectory.id for trajectory in read_trajectories(run / "trajectories.jsonl")}
-    assert set().union(*by_step.values()) <= known
-    print(f"killed {dict(killed)}, {steps} steps, {report.counts['train steps undone by a kill']} of them done again")
+    def check(self) -> None:
+        """Let the run end, and prove that each step was trained once."""
+        steps = max([0, *CheckpointStore(self.run / "checkpoints").steps()]) + 2
+        ending = self.config.model_copy(update={"steps": steps})
+        with contextlib.ExitStack() as stack:
+            if self.config.rollout.remote is not None:
+                self._end_runner()
+                stack.enter_context(start_runner(self.config))
+            assert run_train(ending, console=silent()).steps == steps
+        proof = prove(self.run, self.lives)
+        assert proof.steps == steps
+        assert proof.trained > 0
+        print(f"killed {dict(self.killed)}, {len(self.lives)} processes did not end in order; {proof}")
 
 
-def config_of(model: Path, runs: Path) -> TrainConfig:
-    return train_config(model, runs, steps=MORE_STEPS, checkpoint={"every": 1, "keep": 2})
+@contextlib.contextmanager
+def scene(model: Path, runs: Path, victim: str, mode: str, seed: int) -> Iterator[Scene]:
+    """Make a run that has what is to be killed besides trainer and server, and see that nothing is left of it."""
+    with contextlib.ExitStack() as stack:
+        boxes = stack.enter_context(open_boxes()) if victim == "sandboxes" else None
+        yield Scene(killed_config(model, runs, victim, mode, boxes), boxes=boxes, seed=seed)
+        if boxes is not None:
+            wait_until(boxes.empty, "the end of all sandboxes")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_few_random_kills_lose_no_step(lookup_model: Path, tmp_path: Path) -> None:
-    config = config_of(lookup_model, tmp_path)
-    killed = kill_at_random(config, kills=4, seconds=60, seed=1)
-    assert killed.total() >= 1
-    check(config, killed)
+    with scene(lookup_model, tmp_path, "sandboxes", "sync", seed=1) as run:
+        run.kill_at_random(4)
+        run.check()
 
 
 @pytest.mark.real
-@pytest.mark.timeout(900)
-def test_many_random_kills_lose_no_step(lookup_model: Path, tmp_path: Path) -> None:
-    """As many of 200 kills as five minutes hold; the figure is printed."""
-    config = config_of(lookup_model, tmp_path)
-    killed = kill_at_random(config, kills=200, seconds=300, seed=2)
-    assert killed.total() >= 5
-    check(config, killed)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("victim", "mode", "kills"),
+    [("runner", "sync", 67), ("gateway", "colocate_async", 66), ("sandboxes", "separate_async", 67)],
+)
+def test_two_hundred_random_kills_lose_no_step(
+    victim: str, mode: str, kills: int, lookup_model: Path, tmp_path: Path
+) -> None:
+    """In three runs, each with other things around it."""
+    with scene(lookup_model, tmp_path, victim, mode, seed=2) as run:
+        run.kill_at_random(kills)
+        assert run.killed.total() == kills
+        run.check()

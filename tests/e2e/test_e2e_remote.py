@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from support.lookup_run import GROUPS, MEMBERS, Turnwise, lines, silent, train_config, training, wait_until
+from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config, training, wait_until
+from support.remote_runs import make_key, remote_rollout, runner
 from turnwise.rollout.writer import read_trajectories
 from turnwise.trainer.audit import audit_run
 from turnwise.trainer.config import TrainConfig
 
 
 def remote_config(model: Path, runs: Path, **changes) -> TrainConfig:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rollout = {"remote": {"key_file": str(runs / "run.key")}, "gateway": {"port": port}}
-    return train_config(model, runs, rollout=rollout, **changes)
-
-
-def runner(config: TrainConfig, name: str, *more: str) -> Turnwise:
-    assert config.rollout.remote is not None
-    url = f"http://127.0.0.1:{config.rollout.gateway.port}"
-    key = config.rollout.remote.key_file
-    return Turnwise(config.runs / f"{name}.log", "runner", "--connect", url, "--key-file", key, *more)
+    return train_config(model, runs, rollout=remote_rollout(runs), **changes)
 
 
 def check(run: Path, steps: int) -> None:
@@ -69,9 +58,7 @@ def test_a_runner_outlives_a_run_that_is_killed_and_goes_on_with_the_one_that_re
     lookup_model: Path, tmp_path: Path
 ) -> None:
     config = remote_config(lookup_model, tmp_path, steps=3)
-    key = tmp_path / "run.key"
-    key.touch(0o600)
-    key.write_text("a key that was made before any of them\n")
+    make_key(tmp_path)
     metrics = config.runs / "run" / "metrics.jsonl"
     with runner(config, "early", "--agent", "react", "-n", "4", "--stay") as early:
         wait_until(lambda: "no run answers" in early.output(), "the runner waits for a run", early)

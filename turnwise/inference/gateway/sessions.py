@@ -177,7 +177,8 @@ class Sessions:
         self._by_id: dict[str, GatewaySession] = {}
         self._ending: dict[str, asyncio.Task[Trajectory]] = {}
         self._done = _read_ids(finished) if finished is not None else set()
-        self._file = AppendFile(finished) if finished is not None else None
+        # Half a line may end like a whole one.
+        self._file = AppendFile(finished, cut=True) if finished is not None else None
 
     def create(
         self,

@@ -1,0 +1,66 @@
+"""Each process that a run needs is killed at each moment: the run goes on, loses nothing and trains nothing twice.
+
+One run per victim and mode walks through all moments. What is recognised, and who is killed then, stands in
+``support/crash_moments.py``; what has to hold, in ``support/crash_checks.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.crash_checks import prove
+from support.crash_moments import ITSELF, MOMENTS
+from support.crash_runs import open_boxes, struck, struck_config, train_through, weights_left
+from support.lookup_run import wait_until
+from turnwise.trainer.config import TrainConfig
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def walk(config: TrainConfig, name: str) -> None:
+    """Train through all moments, and prove what is left."""
+    lives = train_through(config)
+    found = struck(config.runs)
+    victim = config.custom["crash"]["victim"]
+    assert [(each["moment"], each["victim"]) for each in found] == [(moment, victim) for moment in MOMENTS]
+    assert len({each["pid"] for each in found}) == len(MOMENTS)
+    run = config.runs / config.name
+    proof = prove(run, lives)
+    assert proof.trained > 0
+    assert weights_left(config.runs) == []
+    assert list((run / "checkpoints").glob(".*")) == []
+    if victim in ITSELF:
+        assert len(lives) == len(MOMENTS)
+        # The update that was under way counts for nothing.
+        assert proof.redone > 0
+    print(f"{name}: {len(lives)} processes did not end in order; {proof}")
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+@pytest.mark.parametrize("victim", ["trainer", "engine"])
+def test_the_trainer_and_the_engine_die_at_every_moment(
+    victim: str, mode: str, lookup_model: Path, tmp_path: Path
+) -> None:
+    walk(struck_config(lookup_model, tmp_path, victim, mode), f"{victim}, {mode}")
+
+
+@pytest.mark.parametrize("mode", ["sync", "separate_async"])
+def test_the_runner_dies_at_every_moment(mode: str, lookup_model: Path, tmp_path: Path) -> None:
+    walk(struck_config(lookup_model, tmp_path, "runner", mode), f"runner, {mode}")
+
+
+def test_the_gateway_dies_at_every_moment_while_programs_talk_through_it(lookup_model: Path, tmp_path: Path) -> None:
+    """It lives in the process of the rollouts; no program is left of those that asked it."""
+    walk(struck_config(lookup_model, tmp_path, "gateway", "sync"), "gateway, sync")
+
+
+@pytest.mark.parametrize(("victim", "mode"), [("host", "colocate_async"), ("sandboxes", "sync")])
+def test_who_holds_sandboxes_dies_at_every_moment_and_nothing_is_left_of_them(
+    victim: str, mode: str, lookup_model: Path, tmp_path: Path
+) -> None:
+    """The process that opened them, and the one that started them."""
+    with open_boxes() as boxes:
+        walk(struck_config(lookup_model, tmp_path, victim, mode, boxes), f"{victim}, {mode}")
+        wait_until(boxes.empty, "the end of all sandboxes")
