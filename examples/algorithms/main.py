@@ -10,7 +10,6 @@ be the same. ``--smoke`` does all of it with next to no training, in seconds.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -40,6 +39,7 @@ def main() -> int:
     from turnwise.config import load_config
     from turnwise.errors import TurnwiseError
     from turnwise.trainer.config import TrainConfig
+    from turnwise.trainer.loggers.jsonl import read_metrics
     from turnwise.trainer.train import run_train
 
     console = Console(stderr=True)
@@ -62,7 +62,7 @@ def main() -> int:
         found = [(part or {}).get(kind) for part in (summary.before, summary.after)]
         if all(found):
             print(f"success, {kind:<10}" + " ".join(f"{part['success']['mean']:8.3f}" for part in found if part))
-    steps = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
+    steps = read_metrics(summary.directory / "metrics.jsonl")
     clipped = [step["train/clip_fraction"] for step in steps if "train/clip_fraction" in step]
     print(
         f"clipped: {sum(clipped) / max(1, len(clipped)):.2%} of tokens, at most {max(clipped, default=0):.2%} in a step"

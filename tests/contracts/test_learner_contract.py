@@ -79,6 +79,15 @@ class Averages(TorchLearner):
         return super().forward_backward(batches, objective, normalizer * max(1, len(batches)))
 
 
+class StepsEarly(TorchLearner):
+    """Changes the weights with the gradients."""
+
+    def forward_backward(self, batches, objective, normalizer) -> Stats:
+        found = super().forward_backward(batches, objective, normalizer)
+        self._optimizers.step(1.0)
+        return found
+
+
 class ForgetsTemperature(TorchLearner):
     """Scores something else than it trains."""
 
@@ -123,6 +132,7 @@ def _end_to_end(batch: MicroBatch) -> MicroBatch:
         (ForgetsGradients, "small micro-batches and in three calls differ"),
         (KeepsGradients, "used a gradient a second time"),
         (Averages, "in one call and in small micro-batches differ"),
+        (StepsEarly, r"forward_backward\(\) changed weights"),
         (ForgetsTemperature, "trained and those that logprobs.. returns differ"),
         (ForgetsMoments, "the optimizer's state is not whole"),
         (NamesTwice, "yields a name twice"),

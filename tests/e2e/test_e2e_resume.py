@@ -200,7 +200,8 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
 ) -> None:
     """In the middle of step 2, with a checkpoint due only at the end."""
     home = shared_memory()
-    config = held_config(lookup_model, tmp_path, PER_STEP + 3, steps=3, checkpoint={"every": 10})
+    ends = {"checkpoint": {"every": 10}, "hooks": ["support.ended_hooks:Ended"]}
+    config = held_config(lookup_model, tmp_path, PER_STEP + 3, steps=3, **ends)
     run = tmp_path / "run"
     with training(config) as process:
         wait_until((tmp_path / "gate").exists, "step 2", process)
@@ -214,6 +215,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     assert "Traceback" not in output
     assert len(children) == 1
     assert gone(children)
+    assert (tmp_path / "ended.txt").read_text() == "2 CancelledError\n", "once, in step 2"
     assert state_file(step_dir(run, 1))["position"] == GROUPS
     # Episodes in flight are written down as what they are, and the ledger is closed.
     stops = [t.stop_reason for t in read_trajectories(run / "trajectories.jsonl")]

@@ -79,7 +79,7 @@ def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Pa
 def test_every_step_is_logged_with_documented_metrics(walk: Path) -> None:
     records = lines(walk / "metrics.jsonl")
     assert [(r["kind"], r["step"]) for r in records if r["kind"] != "warning"] == [
-        ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("inference", 3),
+        ("start", 0), ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("inference", 3),
     ]  # fmt: skip
     for record in steps_of(walk):
         assert record["batch/trajectories"] == GROUPS * MEMBERS

@@ -19,7 +19,7 @@ class Hold:
         update: Which one, from 1.
         reached: Set when it begins.
         opened: Lets it go on.
-        fails: Raised in its place, where there is one.
+        fails: Raised when it has changed the weights, where there is one.
         threads: In which threads updates ran.
     """
 
@@ -42,6 +42,11 @@ class HeldLearner(TorchLearner):
         if self.steps + 1 == hold.update:
             hold.reached.set()
             assert hold.opened.wait(60)
-            if hold.fails is not None:
-                raise hold.fails
         return super().forward_backward(batches, objective, normalizer)
+
+    def optim_step(self):
+        [hold] = HOLDS
+        found = super().optim_step()
+        if self.steps == hold.update and hold.fails is not None:
+            raise hold.fails
+        return found

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.loggers.core import LoggedRun
 from turnwise.trainer.loggers.run_log import RunLog
 from turnwise.trainer.run_directory import RunDirectory, config_digest
 
@@ -38,4 +39,7 @@ def opened(tmp_path: Path, loggers: list[Any], step: int = 0, out: io.StringIO |
     directory = tmp_path / "run"
     directory.mkdir(exist_ok=True)
     RunDirectory(directory).begin(settings, config_digest(settings), fresh=False)
-    return RunLog.open(settings, directory, step, Console(file=out or io.StringIO(), width=300))
+    known = RunDirectory(directory).read()
+    logged = LoggedRun("run", known["id"], directory, settings.model_dump(mode="json"), step)
+    console = Console(file=out or io.StringIO(), width=300)
+    return RunLog.open(logged, settings.loggers, console, part=known["parts"] - 1)

@@ -108,7 +108,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         tells = config.hosted is None or any(each.hosted is None for each in policies.values())
         book = Book(folder / "ledger.jsonl") if tells else None
         if book is not None:
-            stack.callback(book.close)
+            stack.push(book.leave)
         client = LedgerClient(model.client, book) if book is not None and config.hosted is None else model.client
         stack.push_async_callback(client.close)
         frozen = await open_frozen(policies, renderers, stack, start=config.model, logs=folder / "logs", book=book)

@@ -8,6 +8,9 @@ File format, one JSON object a line. ``{"event": "start", "schema_version": 1, "
 for later steps was never kept: its checkpoint was not reached); then one record a train step and pass over its rows::
 
     {"step": 3, "epoch": 0, "rows": [{"trajectory": ..., "leaf": 4, "tokens": 61, "spans": [[30, 52]], "digest": ...}]}
+
+Each is written before its update. ``{"event": "undo", "step": 3, "records": 1}`` takes the last records of a step back:
+their update failed before it changed anything, and the step ended without it.
 """
 
 from __future__ import annotations
@@ -100,12 +103,16 @@ class BatchWriter:
             stand in the file.
         after_step: The step of the checkpoint that training goes on from; 0 at the beginning.
         max_tokens: What rows are cut to, if they are.
+
+    Attributes:
+        records: How many records of steps this process wrote.
     """
 
     def __init__(
         self, path: Path, *, part: int | None = None, after_step: int = 0, max_tokens: int | None = None
     ) -> None:
         self._path = path
+        self.records = 0
         start = {
             "event": "start",
             "schema_version": SCHEMA_VERSION,
@@ -131,6 +138,13 @@ class BatchWriter:
         ]
         with writing(self._path):
             self._file.append(orjson.dumps({"step": step, "epoch": epoch, "rows": rows}))
+        self.records += 1
+
+    def undo(self, step: int, records: int) -> None:
+        """Take the last records of a step back: nothing was trained. Raises DiskError where the disk refuses."""
+        if records:
+            with writing(self._path):
+                self._file.append(orjson.dumps({"event": "undo", "step": step, "records": records}))
 
     def close(self) -> None:
         """Close the file. Closing twice is no error."""
@@ -161,7 +175,12 @@ def read_batches(path: Path) -> Batches:
             torn = True
             continue
         try:
-            if record.get("event") == "start":
+            if record.get("event") == "undo":
+                for _ in range(int(record["records"])):
+                    if not records or records[-1][0] != int(record["step"]):
+                        raise ValueError("it takes back what does not stand before it")
+                    records.pop()
+            elif record.get("event") == "start":
                 if record["schema_version"] != SCHEMA_VERSION:
                     raise ValueError(f"schema version {record['schema_version']}; expected {SCHEMA_VERSION}")
                 after, max_tokens = int(record["after_step"]), record["max_tokens"]

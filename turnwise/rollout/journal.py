@@ -51,7 +51,8 @@ class Journal:
 
     Attributes:
         next_step: The step after the checkpoint that this process went on from: it drops what is dropped before a step.
-        handed_out: How many groups this process gave to steps.
+        given_to: The newest step that this process gave groups to.
+        given: Their keys, in order.
         reusable: What earlier processes trained and may be trained once more, those trained longest ago first.
         unclaimed: Ids of trajectories that a manager from elsewhere wrote, and put into no group in time.
     """
@@ -67,7 +68,8 @@ class Journal:
         self._closed = False
         self._refused = False
         self.next_step = 1
-        self.handed_out = 0
+        self.given_to = 0
+        self.given: list[str] = []
         self.reusable: tuple[GroupFacts, ...] = ()
         self.unclaimed: set[str] = set()
 
@@ -195,10 +197,14 @@ class Journal:
             self._written.pop(each.id, None)
         return sum(each.place.length for each in (*trajectories, *baselines))
 
-    def take(self, step: int, keys: Sequence[str]) -> None:
-        """Note that a train step was given these groups. Raises TrainError where the disk refuses."""
-        self._note("take", step=step, keys=list(keys))
-        self.handed_out += len(keys)
+    def take(self, step: int, keys: Sequence[str], *, back: bool = False) -> None:
+        """Note that a train step was given these groups, or that it gives them ``back``: it ends, and has not trained
+        them. Raises TrainError where the disk refuses.
+        """
+        self._note("back" if back else "take", step=step, keys=list(keys))
+        if not back:
+            self.given = [*(self.given if step == self.given_to else ()), *keys]
+            self.given_to = step
 
     def drop(self, step: int, key: str, why: str) -> None:
         """Note that a group will never be trained, or not once more. Raises TrainError where the disk refuses."""

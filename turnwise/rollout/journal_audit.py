@@ -115,6 +115,8 @@ def account(file: Path) -> Account:
         elif kind == "take":
             for key in event["keys"]:
                 found.taken.setdefault(str(key), []).append(int(event["step"]))
+        elif kind == "back":
+            _give_back(found, map(str, event["keys"]), int(event["step"]))
         elif kind == "drop":
             found.dropped[str(event["key"])] = (int(event["step"]), str(event["why"]))
         elif kind == "orphan":
@@ -124,6 +126,15 @@ def account(file: Path) -> Account:
         elif kind == "end":
             found.parts[-1] = found.parts[-1][0], True
     return found
+
+
+def _give_back(found: Account, keys: Iterable[str], step: int) -> None:
+    """Undo that a step was given groups, and that it dropped them after that."""
+    for key in keys:
+        if step in found.taken.get(key, ()):
+            found.taken[key].remove(step)
+        if key in found.dropped and found.dropped[key][0] == step:
+            del found.dropped[key]
 
 
 def _places(file: Path) -> dict[str, int]:

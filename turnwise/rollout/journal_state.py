@@ -11,6 +11,7 @@ Events, each with ``event`` and these keys::
     member  key, group, member, trajectories [, pending]    a member ended without an error
     group   key, group, head, facts, trajectories, baselines    a group is whole
     take    step, keys                   a train step was given these groups
+    back    step, keys                   it ended without having trained these of them: a later step may
     drop    step, key, why               a group will never be trained, or not once more
     orphan  trajectory, place            a process was killed between writing it and saying whose it is
     late    ids                          trajectories that a manager from elsewhere wrote, and put into no group in time
@@ -149,6 +150,10 @@ class JournalState:
                     self._takes += 1
                     if key in self.entries:
                         self.entries[key].taken.append((int(event["step"]), self._takes))
+            case "back":
+                for key in event["keys"]:
+                    if key in self.entries:
+                        self._give_back(self.entries[key], int(event["step"]))
             case "drop":
                 if event["key"] in self.entries:
                     self.entries[event["key"]].dropped = int(event["step"]), str(event["why"])
@@ -184,6 +189,14 @@ class JournalState:
             entry.taken = [take for take in entry.taken if take[0] <= step]
             if entry.dropped is not None and entry.dropped[0] > step:
                 entry.dropped = None
+
+    def _give_back(self, entry: Entry, step: int) -> None:
+        """Undo the last time that a step was given a group, and that it was dropped after that."""
+        of_step = [take for take in entry.taken if take[0] == step]
+        if of_step:
+            entry.taken.remove(of_step[-1])
+        if entry.dropped is not None and entry.dropped[0] == step:
+            entry.dropped = None
 
     def _entry(self, key: str, group_id: str) -> Entry:
         found = self.entries.get(key)

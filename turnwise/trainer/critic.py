@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -210,7 +210,14 @@ class Critic:
             return [self.head(self.policy.states(batch)) for batch in batches]
 
     def update(
-        self, learner: Learner, batches: Sequence[MicroBatch], objective: Objective, normalizer: float, *, alone: bool
+        self,
+        learner: Learner,
+        batches: Sequence[MicroBatch],
+        objective: Objective,
+        normalizer: float,
+        *,
+        alone: bool,
+        changing: Callable[[], object] = lambda: None,
     ) -> tuple[Stats, StepResult] | None:
         """Make one optimizer step of the critic, and of the policy with it.
 
@@ -220,6 +227,7 @@ class Critic:
             objective: The policy's.
             normalizer: What sums are divided by.
             alone: Whether the policy stays as it is.
+            changing: Called when the gradients are there, before any weights change.
 
         Returns:
             What the policy's step found and did, or None where it stays as it is.
@@ -239,7 +247,9 @@ class Critic:
             found = learner.forward_backward(batches, joined, normalizer)
             if self.shared:
                 stats = Stats(tokens=tokens, means={name: found.means.pop(name, 0.0) for name in VALUE_SUMS})
+            changing()
             done = found, learner.optim_step()
+        changing()
         self._updates.append((stats, self._optim_step()))
         return done
 

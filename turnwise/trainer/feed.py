@@ -7,7 +7,7 @@ and one that goes on asks for that again. Refuses: which finished groups are tra
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,7 +32,10 @@ class Asked:
 
     Attributes:
         request: What was asked for.
-        version: The weight version of the servers then.
+        version: The weight version of the servers then. No token that is sampled for it is older; where it waits for
+            ``rollout.concurrency`` all may be newer. So what is decided by it errs on the safe side: nothing too old is
+            trained for it (that is told by the tokens, when the group is there), but an asynchronous step whose tail
+            was cut cancels a group that has waited past the bound as it cancels one that was sampled past it.
         given: Whether the caller named the task: nobody else asks for it again.
     """
 
@@ -75,6 +78,8 @@ class Feed:
         # Of the groups that are outstanding: tokens of the episodes that ended.
         self._sampled: Counter[str] = Counter()
         self._wasted: Counter[str] = Counter()
+        # What steps were given since :meth:`trained`.
+        self._given_out: dict[str, Asked] = {}
         self.outstanding: dict[str, Asked] = {}
         buffer.refill_by(self._refill)
         buffer.drops_to(self._dropped)
@@ -187,15 +192,29 @@ class Feed:
                 self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
         if ref.keys:
             for key in ref.keys:
-                self.outstanding.pop(key, None)
-                self._sampled.pop(key, None)
+                self._hand_out(key)
             return
         for group in groups:
             tasks = ((key, each.request.task.id) for key, each in self.outstanding.items())
             found = next((key for key, task_id in tasks if task_id == group.task_id), None)
             if found is not None:
-                del self.outstanding[found]
-                self._sampled.pop(found, None)
+                self._hand_out(found)
+
+    def trained(self) -> None:
+        """Forget what steps were given so far: it is trained."""
+        self._given_out.clear()
+
+    def take_back(self, keys: Collection[str]) -> None:
+        """Count groups that a step was given and did not train as on their way again: a process that goes on asks for
+        them first, and finds them finished. A curriculum has heard what they earned, and will hear it once more.
+        """
+        back = {key: asked for key, asked in self._given_out.items() if key in keys}
+        self.outstanding = back | self.outstanding
+
+    def _hand_out(self, key: str) -> None:
+        if (asked := self.outstanding.pop(key, None)) is not None:
+            self._given_out[key] = asked
+        self._sampled.pop(key, None)
 
     def state(self) -> list[dict[str, Any]]:
         """Return what is on its way, as JSON values.

@@ -103,6 +103,9 @@ class Learner(ABC):
     def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective, normalizer: float) -> Stats:
         """Add the gradient of ``sum of losses / normalizer`` to what is accumulated.
 
+        Neither weights nor the optimizer's state change, also where it raises: a run whose loss raised saves them as
+        those of the step before.
+
         Args:
             batches: The micro-batches; how rows are split over them does not change the result. None are no gradient.
             objective: The loss.

@@ -66,8 +66,8 @@ def check_learner(make: Callable[[], Learner], *, vocabulary: int, tolerance: fl
     """Train a learner on a few random rows, and say what of its contract it breaks.
 
     Checked are: that neither the split into micro-batches nor the number of calls changes a step, nor that rows share
-    their beginning in one; that what it scores is what it trains; that scoring and steps without gradient change
-    nothing; that what it exports and writes is the model that it scores; that a checkpoint brings back everything, bit
+    their beginning in one; that what it scores is what it trains; that only a step with gradients changes
+    weights; that what it exports and writes is the model that it scores; that a checkpoint brings back everything, bit
     for bit; that offloading loses nothing.
 
     Args:
@@ -137,7 +137,12 @@ def _scores(exam: _Exam) -> list[str]:
         found.append("logprobs() returned tensors that require a gradient")
     if [tuple(each.shape) for each in scored] != [(batch.trained_tokens,) for batch in batches]:
         return [*found, "logprobs() returned other shapes than [N] of each micro-batch"]
+    before = _exported(learner)
     trained = learner.forward_backward(batches, CrossEntropyObjective(), 1.0)
+    if not _equal(before, _exported(learner)):
+        found.append(
+            "forward_backward() changed weights: where a loss raises they are saved as if nothing had happened"
+        )
     if gap := exam.gap(torch.tensor(trained.loss), -torch.cat([each.cpu() for each in scored]).sum()):
         found.append(f"the log-probabilities that are trained and those that logprobs() returns differ by {gap}")
     if trained.tokens != sum(batch.trained_tokens for batch in batches):

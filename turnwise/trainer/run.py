@@ -15,7 +15,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,7 @@ class TrainRun:
         last_eval: Figures of the last one.
         last_error: What ended the last episode that ended in an error.
         saved_step: The step of the newest checkpoint.
-        torn: Whether an update has begun that has not ended, or a step of several: the weights are then no step's.
+        torn: Whether an update began to change the weights and has not ended: they are then no step's.
         scheduled: The step that the run stood at when its learning rates were last planned.
         shown: Figures of evaluations that the display has not shown yet.
         found: All figures of the step that the run stands at.
@@ -145,12 +145,17 @@ class TrainRun:
         return STOPPED if self.hooks.stopped else self.budget.ended
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Wrap what changes the weights: where it fails inside, they are no step's and are not saved."""
-        self.torn = True
+    def updating(self) -> Iterator[Callable[[], None]]:
+        """Wrap an update. It yields what is called before the first change of the weights: where the update fails after
+        that, they are no step's and are not saved. Where it fails before, they are those of the step before.
+        """
         if self.scheduled != self.state.step:
             self._schedule()
-        yield
+
+        def changing() -> None:
+            self.torn = True
+
+        yield changing
         self.torn = False
 
     def _schedule(self) -> None:
@@ -170,6 +175,9 @@ class TrainRun:
         self.budget.spend(steps=1)
         self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
         self.state.tasks, self.state.feed = self.tasks.state(), self.feed.state()
+        self.feed.trained()
+        # What a later step has sampled by the time of a checkpoint is sampled, or found, again.
+        self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
         self.found = {}
 
     async def pause_servers(self) -> None:
@@ -255,7 +263,7 @@ class TrainRun:
     def save(self) -> None:
         """Write a checkpoint of the step that the run stands at."""
         self.state.rng = capture_rng()
-        self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
+        self.state.spent["wall_time"] = self.budget.spent.get("wall_time", 0.0)
         with self.timeline.span(CHECKPOINT, self.state.step):
             # What the checkpoint counts as trained must not come back by a power cut.
             self.journal.sync()
@@ -373,6 +381,6 @@ async def _assemble(
 
 
 def _save_unsaved(run: TrainRun) -> None:
-    """Save the last finished step, unless it is saved or an update failed half way."""
+    """Save the last finished step, unless it is saved or an update failed while it changed the weights."""
     if run.state.step > run.saved_step and not run.torn:
         run.save()

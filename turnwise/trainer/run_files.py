@@ -20,7 +20,9 @@ from turnwise.rollout.journal import Journal
 from turnwise.rollout.replay_setup import allowed_uses
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.diagnostics.report import Diagnostics
+from turnwise.trainer.loggers.core import LoggedRun
 from turnwise.trainer.loggers.run_log import RunLog
+from turnwise.trainer.run_directory import RunDirectory
 from turnwise.trainer.run_start import Start
 from turnwise.trainer.timeline import Timeline
 
@@ -60,10 +62,13 @@ def open_files(
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     cut, after = config.batch.max_tokens_per_row, start.state.step
     uses = allowed_uses(config.replay, config.replay_facts)
+    logged = LoggedRun(
+        config.name, RunDirectory(directory).read()["id"], directory, config.model_dump(mode="json"), after
+    )
     files = RunFiles(
         Journal.open(directory, part=part, after_step=after, max_uses=uses, say=say),
         BatchWriter(directory / "batches.jsonl", part=part, after_step=after, max_tokens=cut),
-        RunLog.open(config, directory, after, console),
+        RunLog.open(logged, config.loggers, console, part=part),
         Diagnostics(directory, config, start.renderer),
         Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
     )
@@ -74,15 +79,19 @@ def open_files(
 
 def at_exit(stack: contextlib.AsyncExitStack, act: Callable[[], object]) -> None:
     """Have something written on the way out. What a full disk says there is left out where it ended the run: the first
-    error tells it.
+    error tells it. Another error that ended it is told with what cannot be written.
     """
 
     def leave(kind: object, error: BaseException | None, trace: object) -> None:
         del kind, trace
         try:
             act()
-        except (CheckpointError, DiskError):
-            if not isinstance(error, (CheckpointError, DiskError)):
-                raise
+        except (CheckpointError, DiskError) as refused:
+            if isinstance(error, (CheckpointError, DiskError)):
+                return
+            if isinstance(error, Exception):
+                said = f"the run ended with {type(error).__name__}: {error}; besides, {refused}"
+                raise type(refused)(said) from error
+            raise
 
     stack.push(leave)

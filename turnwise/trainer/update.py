@@ -6,7 +6,7 @@ making rows (``experience.py``), waiting for groups, logging and weight sync (th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -41,6 +41,7 @@ def update_policy(
     critic: Critic | None = None,
     critic_alone: bool = False,
     watch: GapWatch | None = None,
+    changing: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Go through the rows of a train step: ``epochs`` times, in ``minibatches`` optimizer steps each.
 
@@ -54,6 +55,7 @@ def update_policy(
         critic: Who made the advantages, and learns in the same steps.
         critic_alone: Whether the policy stays as it is.
         watch: Told of the tokens of the first update, whose weights are those that sampled.
+        changing: Called before each optimizer step: until then nothing has changed that a checkpoint holds.
 
     Returns:
         Metrics as ``metrics.update_metrics`` names them.
@@ -79,17 +81,23 @@ def update_policy(
             computed += sum(micro.tokens for micro in batches)
             for micro in batches:
                 _fill(micro, weighed, old, reference, selected)
-            watching = objective
-            if watch is not None and not watch.noted:
-                watch.packed(weighed)
-                watching = replace(objective, watch=watch)
+            watching = _watching(objective, watch, weighed)
             if critic is None:
                 stats = learner.forward_backward(batches, watching, normalizer)
+                changing()
                 updates.append((stats, learner.optim_step()))
-            elif done := critic.update(learner, batches, watching, normalizer, alone=critic_alone):
+            elif done := critic.update(learner, batches, watching, normalizer, alone=critic_alone, changing=changing):
                 updates.append(done)
     metrics = update_metrics(updates) | prepared.metrics | {"batch/packed_tokens": float(computed)}
     return metrics | ({} if critic is None else critic.metrics())
+
+
+def _watching(objective: PolicyObjective, watch: GapWatch | None, rows: Sequence[TrainRow]) -> PolicyObjective:
+    """Return the objective that tells what watches the first update."""
+    if watch is None or watch.noted:
+        return objective
+    watch.packed(rows)
+    return replace(objective, watch=watch)
 
 
 def _fill(

@@ -380,6 +380,25 @@ def test_sessions_that_a_kill_cut_off_are_counted_not_blamed(run: Path) -> None:
     assert report.counts["sessions that a kill cut off"] == 1
 
 
+def test_rows_whose_update_failed_before_it_changed_anything_do_not_count(run: Path) -> None:
+    rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.jsonl")}
+    before = read_batches(run / "batches.jsonl")
+    writer = BatchWriter(run / "batches.jsonl", after_step=2)
+    writer.write(3, rows["plain"])
+    writer.write(3, rows["forked"])
+    writer.undo(3, 2)
+    writer.undo(3, 0)
+    writer.close()
+    assert writer.records == 2
+    batches = read_batches(run / "batches.jsonl")
+    assert (batches.rows, batches.steps, batches.rolled_back) == (before.rows, 2, 0)
+    writer = BatchWriter(run / "batches.jsonl", after_step=2)
+    writer.undo(3, 1)
+    writer.close()
+    with pytest.raises(FormatError, match=r"batches\.jsonl:\d+: malformed .* takes back what does not stand before it"):
+        read_batches(run / "batches.jsonl")
+
+
 def test_steps_after_the_last_checkpoint_of_a_killed_process_do_not_count(run: Path) -> None:
     rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.jsonl")}
     with (run / "batches.jsonl").open("ab") as file:

@@ -15,10 +15,12 @@ def test_steps_that_a_kill_undid_give_their_groups_back(tmp_path: Path) -> None:
     events = [
         {"event": "start", "part": 0, "after_step": 0, "schema_version": SCHEMA_VERSION},
         {"event": "member", "key": "c", "trajectories": [["c1", 0, 1, 2]]},
-        group("a", "a1", "a2"), group("b", "b1"), group("d", "d1"),
+        group("a", "a1", "a2"), group("b", "b1"), group("d", "d1"), group("e", "e1"),
         {"event": "take", "step": 1, "keys": ["a"]},
         {"event": "take", "step": 2, "keys": ["b"]},
         {"event": "drop", "step": 2, "key": "d", "why": "stale"},
+        {"event": "take", "step": 1, "keys": ["e"]},
+        {"event": "back", "step": 1, "keys": ["e", "unknown"]},
         {"event": "start", "part": 1, "after_step": 1, "schema_version": SCHEMA_VERSION},
         {"event": "orphan", "trajectory": "o1"},
         {"event": "drop", "step": 2, "key": "d", "why": "equal"},
@@ -26,11 +28,12 @@ def test_steps_that_a_kill_undid_give_their_groups_back(tmp_path: Path) -> None:
     file = tmp_path / "journal.jsonl"
     file.write_bytes(b"".join(seal(event) + b"\n" for event in events))
     found = account(file)
-    assert found.fates(["a1", "a2", "b1", "c1", "d1", "o1", "x"]) == {
-        "finished trajectories given to a step": 2, "finished trajectories that wait": 2,
+    assert found.fates(["a1", "a2", "b1", "c1", "d1", "e1", "o1", "x"]) == {
+        "finished trajectories given to a step": 2, "finished trajectories that wait": 3,
         "finished trajectories dropped": 1, "finished trajectories that a kill cut off": 1, "finished, in no group": 1,
     }  # fmt: skip
     assert found.misused([("a1", 1), ("a1", 1), ("x", 4)]) == []
+    assert found.misused([("e1", 1)]) == ["trajectory e1: trained in step 1, but the journal gave its group to none"]
     assert found.misused([("b1", 2)]) == ["trajectory b1: trained in step 2, but the journal gave its group to none"]
 
 

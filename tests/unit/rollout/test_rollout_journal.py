@@ -77,6 +77,23 @@ def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path
     assert Journal.open(tmp_path, part=2, after_step=2).found("b") is None
 
 
+def test_what_a_step_gives_back_is_there_for_the_next_process(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    for name in ("a", "b", "c"):
+        finish(journal, name, range(2))
+    journal.take(1, ["a"])
+    journal.take(1, ["b"])
+    assert (journal.given_to, journal.given) == (1, ["a", "b"])
+    journal.take(1, ["b"], back=True)
+    journal.close()
+    later = Journal.open(tmp_path, part=1, after_step=1)
+    assert [key for key in "abc" if later.facts(key, 0) is not None] == ["b", "c"]
+    later.take(2, ["b"])
+    assert (later.given_to, later.given) == (2, ["b"])
+    later.close()
+    assert Journal.open(tmp_path, part=2, after_step=2).found("b") is None
+
+
 STEPS = 3
 GROUPS = 4
 

@@ -151,6 +151,25 @@ def test_shared_layers_get_both_gradients_and_own_ones_none_of_the_policy(
     assert same(weights(learner.policy.model), weights(twin.policy.model))
 
 
+@pytest.mark.parametrize("kind", [None, "own", "shared"])
+def test_it_is_told_before_anything_changes(model_dir: Models, rows: list[TrainRow], kind: str | None) -> None:
+    learner, critic = make(model_dir(), kind or "own")
+    modules = (learner.policy.model, critic.policy.model, critic.head)
+    before = [weights(module) for module in modules]
+
+    def unchanged() -> bool:
+        return all(same(weights(module), old) for module, old in zip(modules, before, strict=True))
+
+    told: list[bool] = []
+    judge = None if kind is None else critic
+    update_policy(
+        learner, rows, ALGORITHM, BatchConfig(), seed=2, critic=judge, changing=lambda: told.append(unchanged())
+    )
+    assert told[0]
+    assert not told[-1], "before the second optimizer step the first was made"
+    assert len(told) == (2 if kind is None else 4)
+
+
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[TrainRow], kind: str) -> None:
     learner, critic = make(model_dir(), kind)

@@ -115,6 +115,24 @@ async def test_at_the_end_nothing_is_rolled_out_any_more_and_a_run_that_goes_on_
     assert own.state() == state
 
 
+async def test_what_a_step_was_given_and_did_not_train_is_asked_for_first() -> None:
+    own, asked, buffer, _ = feed()
+    own.top_up(4)
+    given = []
+    for number in (2, 3, 0):
+        await buffer.put(asked.group(number))
+        ref, _ = await buffer.sample(1, "train", 1)
+        own.done(ref, await buffer.fetch(ref))
+        given += ref.keys
+        if number == 2:
+            own.trained()
+    assert [each["task"]["id"] for each in own.state()] == ["t1"]
+    own.take_back(set(given[1:]))
+    assert [each["task"]["id"] for each in own.state()] == ["t3", "t0", "t1"]
+    own.take_back({given[0]})
+    assert len(own.outstanding) == 3, "that one is trained"
+
+
 async def test_a_step_starts_no_more_fresh_groups_than_it_takes() -> None:
     mixed = {"strategy": "mixed", "stored_share": 0.5}
     first, asked, *_ = feed(replay=mixed, batch={"groups": 4})

@@ -30,6 +30,32 @@ def test_lines_are_on_disk_at_once_and_survive_a_torn_end(tmp_path: Path) -> Non
         list(read_metrics(path))
 
 
+def test_what_a_later_process_made_anew_does_not_count_twice(tmp_path: Path) -> None:
+    def written(part: int, step: int, *records: dict[str, object]) -> None:
+        logger = JSONLLogger(tmp_path / "metrics.jsonl")
+        for record in ({"kind": "start", "part": part, "step": step}, *records):
+            logger.log({**record, "part": part})
+        logger.close()
+
+    def train(step: int) -> dict[str, object]:
+        return {"kind": "train", "step": step}
+
+    final = {"kind": "eval", "step": 4, "label": "step-4-final"}
+    warning = {"kind": "warning", "step": 3, "name": "x"}
+    written(0, 0, {"kind": "eval", "step": 0, "label": "step-0"}, train(1), train(2), train(3), warning, train(4))
+    # Killed after step 4, of which no checkpoint is there; the last one is of step 2.
+    assert [each["step"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 3, 4]
+    written(1, 2)
+    assert [each["step"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    written(1, 2, train(3), train(4), final, {**final, "label": "own"})
+    written(2, 4, final)
+    found = [(each["kind"], each["step"], each["part"]) for each in read_metrics(tmp_path / "metrics.jsonl")]
+    assert found == [
+        ("eval", 0, 0), ("train", 1, 0), ("train", 2, 0), ("train", 3, 1), ("train", 4, 1), ("eval", 4, 1),
+        ("eval", 4, 2),
+    ]  # fmt: skip
+
+
 def test_display_without_a_terminal_prints_a_line_per_step() -> None:
     out = io.StringIO()
     console = Console(file=out, width=200, force_terminal=False)

@@ -21,6 +21,7 @@ from turnwise.inference.classifier import Classifier
 from turnwise.inference.renderer import load_renderer
 from turnwise.inference.reward_server import Encoder
 from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.loggers.core import LoggedRun, Logger
 from turnwise.trainer.loggers.jsonl import read_metrics
 from turnwise.trainer.metrics import meaning
 from turnwise.trainer.offline.config import DPOConfig, FilterConfig, PairingConfig, RewardModelConfig, SFTConfig
@@ -52,6 +53,20 @@ def settings(model: Path, home: Path, **changes: Any) -> dict[str, Any]:
         "optim": {"lr": 3e-3},
     }
     return {**given, **changes}
+
+
+class Noting(Logger):
+    """Keeps the losses that it is given."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        assert (run.name, run.step, run.settings()["model.path"] != "") == ("run", 0, True)
+        self._file = (run.directory / "noted.txt").open("a")
+
+    def log(self, step: int, figures) -> None:
+        self._file.write(f"{figures['train/loss']!r}\n")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 # -- pairs in micro-batches
@@ -151,16 +166,21 @@ def side_logprob(plain: Any, rows: list[Any]) -> torch.Tensor:
 
 def test_dpo_prefers_what_was_chosen_and_logs_documented_names(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "pairs.jsonl", preferences())
-    config = DPOConfig.model_validate(settings(model, tmp_path, data=str(data), pairs=3, steps=10))
+    own = {"loggers": [f"{__name__}:Noting"], "overwrite": True}
+    config = DPOConfig.model_validate(settings(model, tmp_path, data=str(data), pairs=3, steps=10, **own))
+    run_dpo(config.model_copy(update={"steps": 1}), console=quiet())
     result = run_dpo(config, console=quiet())
-    records = list(read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl"))
+    records = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
+    assert [each["step"] for each in records] == list(range(1, 11)), "those of the run that was made over do not count"
+    noted = [float(each) for each in (tmp_path / "runs" / "run" / "noted.txt").read_text().split()]
+    assert noted == [each["train/loss"] for each in (records[0], *records)]
     # Before the first update policy and reference are the same: ln 2, and no margin.
     assert records[0]["train/loss"] == pytest.approx(np.log(2.0), abs=1e-5)
     assert records[0]["preference/margin"] == pytest.approx(0.0, abs=1e-5)
     assert result.metrics["preference/accuracy"] == 1.0
     assert result.metrics["train/loss"] < 0.5
     assert result.metrics["preference/chosen"] > result.metrics["preference/rejected"]
-    assert not [name for name in records[0] if name != "step" and meaning(name) is None]
+    assert not [name for name in records[0] if name not in ("kind", "step") and meaning(name) is None]
     assert (result.model / "turnwise_format.json").exists()
     # A reference of its own: the trained model against the first one prefers strongly from the beginning.
     again = settings(result.model, tmp_path, name="again", data=str(data), steps=1, reference=str(model))

@@ -16,6 +16,7 @@ from support.lookup_run import lines
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.trainer.loggers import run_log
 from turnwise.trainer.loggers.core import LoggedRun, Logger
+from turnwise.trainer.loggers.jsonl import read_metrics
 from turnwise.trainer.loggers.run_log import RunLog, check_loggers
 from turnwise.trainer.metrics import figures, meaning
 from turnwise.trainer.run_directory import config_digest
@@ -81,7 +82,12 @@ def test_a_logger_gets_the_figures_of_steps_and_evaluations_and_goes_on_as_the_s
     assert first[1] == {"step": 1, "reward/mean": 0.5}
     assert first[2] == {"step": 1, **figures(EVAL)}
     assert first[3]["closed"].startswith("logger-")
-    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 6
+    records = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [record for record in records if record["kind"] == "start"] == [
+        {"kind": "start", "part": 0, "step": 0},
+        {"kind": "start", "part": 1, "step": 2},
+    ]
+    assert len(records) == 8
 
 
 def test_the_figures_of_an_evaluation_have_flat_names() -> None:
@@ -104,7 +110,7 @@ def test_a_failing_logger_is_told_of_once_and_counted_and_keeps_nothing_from_the
     assert outlets[0].failures == 3
     assert out.getvalue().count("the network is gone") == 1
     assert "test_trainer_own_loggers:Broken failed at step 1: ConnectionError" in out.getvalue()
-    assert [record["step"] for record in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert len(lines(tmp_path / "run" / "kept.jsonl")) == 5
     log._outlets = outlets
     assert log.counts() == {"loggers/failures": 3.0}

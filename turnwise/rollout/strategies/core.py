@@ -63,7 +63,8 @@ class Flight:
         task_id: Its task.
         partition: ``train`` or ``val``.
         version: The weight version of the servers when it was asked for, or what sampled a member that an earlier
-            process finished: none of its tokens is older.
+            process finished: none of its tokens is older. A group that still waits for ``rollout.concurrency`` will be
+            newer: a strategy that waits for flights may wait for it a step sooner than it has to, never later.
     """
 
     key: str

@@ -1,11 +1,14 @@
 """The file of JSON lines that every run has.
 
 Owns: :class:`JSONLLogger` and :func:`read_metrics`. Refuses: computing metrics.
+
+Each process of a run begins with ``{"kind": "start", "part": p, "step": n}``: it goes on after step ``n``, and what an
+earlier process logged of later ones was not saved. It stays there, and readers leave it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +36,32 @@ class JSONLLogger:
         self._file.close()
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file; a line that a killed process left half written is passed over.
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file that count; a line that a killed process left half written is passed over.
 
-    A resumed run logs steps again; keep the later one of two with the same step.
+    What a process logged of steps that the next one did not find in a checkpoint is left out: that one made them anew.
+    Of two evaluations of one label at one step the later one counts.
 
     Raises:
         FormatError: Another line is no JSON object.
     """
+    found: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.endswith(b"}"):
             continue
         try:
-            yield orjson.loads(line)
+            record = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise FormatError(f"{path}:{number}: not JSON: {error}") from error
+        if record.get("kind") == "start":
+            found = [each for each in found if each.get("step", 0) <= record["step"]]
+            continue
+        if record.get("kind") == "eval":
+            found = [each for each in found if _evaluation(each) != _evaluation(record)]
+        found.append(record)
+    return found
+
+
+def _evaluation(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what an evaluation is told by."""
+    return record.get("kind"), record.get("step"), record.get("label")

@@ -15,13 +15,13 @@ from typing import Any
 
 from rich.console import Console
 
+from turnwise.append import writing
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.loggers.core import LoggedRun, Logger, LoggerConfig, chosen_logger, find_logger
 from turnwise.trainer.loggers.jsonl import JSONLLogger
 from turnwise.trainer.metrics import figures
-from turnwise.trainer.run_directory import RunDirectory
 
+METRICS_FILE = "metrics.jsonl"
 CLOSE_S = 30.0
 """Seconds that a logger may take at the end to send what it was given."""
 
@@ -54,23 +54,24 @@ class RunLog(JSONLLogger):
         self._outlets = [_Outlet(name, logger, say) for name, logger in (loggers or {}).items()]
 
     @classmethod
-    def open(cls, config: TrainConfig, directory: Path, step: int, console: Console) -> RunLog:
-        """Open the log of a run, and make the loggers of its configuration.
+    def open(cls, run: LoggedRun, loggers: Sequence[LoggerConfig], console: Console, *, part: int = 0) -> RunLog:
+        """Open the log of a run, and make its loggers.
 
         Args:
-            config: The run's.
-            directory: Its directory, in which a process has begun.
-            step: The step that it goes on after.
+            run: What is logged.
+            loggers: Where to, besides the file.
             console: Where a person is told.
+            part: Number of this process among those that work on the run.
 
         Raises:
             ConfigError: A logger cannot be made.
+            DiskError: The disk refuses.
         """
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        said = config.model_dump(mode="json")
-        run = LoggedRun(config.name, RunDirectory(directory).read()["id"], directory, said, step)
+        with writing(run.directory):
+            run.directory.mkdir(parents=True, exist_ok=True)
         made: dict[str, Logger] = {}
-        for number, each in enumerate(config.loggers):
+        for number, each in enumerate(loggers):
             name = each.name if each.name not in made else f"{each.name} ({number})"
             try:
                 made[name] = chosen_logger(each)(run)
@@ -81,7 +82,9 @@ class RunLog(JSONLLogger):
                     f"loggers.{number} ({each.name}) cannot be opened: {type(error).__name__}: {error}; correct its "
                     "config, or take it out: metrics.jsonl has everything without it"
                 ) from error
-        return cls(directory / "metrics.jsonl", made, say)
+        log = cls(run.directory / METRICS_FILE, made, say)
+        log.log({"kind": "start", "part": part, "step": run.step})
+        return log
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record, and hand on the figures of a step or an evaluation."""

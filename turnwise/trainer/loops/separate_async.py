@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 
-from turnwise.errors import TrainError
+from turnwise.errors import DiskError, TrainError
 from turnwise.trainer.apart import Apart
+from turnwise.trainer.loops.cut_short import Trained, give_back
 from turnwise.trainer.loops.parts import shares
 from turnwise.trainer.loops.steps import Learned, ask_ahead, finish_step, learn, measured, publish, wait_for
 from turnwise.trainer.run import TrainRun
@@ -40,12 +41,12 @@ async def train_separate_async(run: TrainRun) -> None:
 async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
     """Train a batch, part by part as it arrives.
 
-    An interrupt between two parts ends the step with those that are trained: it is a short one, and nothing that was
-    learned is lost. Where the next part was handed out already and is not trained, the step is not kept: its groups
-    would be lost. They are there again for the process that goes on.
+    An interrupt between two parts, or an error before the next one changed any weights, ends the step with the parts
+    that are trained: it is a short one, and nothing that was learned is lost. What the next part was given is there
+    again for the process that goes on. A step whose weights an error left half changed is not kept.
     """
     step, learned, taken = run.state.step + 1, list[Learned](), 0
-    trained = run.journal.handed_out
+    trained = Trained.now(run)
     sizes = shares(run.config.batch.groups, run.config.overlap.stream)
     try:
         for size in sizes:
@@ -54,18 +55,26 @@ async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
             taken += size
             ask_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
             learned.append(await learn(run, batch, apart, part=len(sizes) > 1))
-            trained = run.journal.handed_out
+            trained = Trained.now(run)
     except BaseException:
-        if _any(learned):
-            run.torn = run.torn or run.journal.handed_out > trained
-            if not run.torn:
-                run.advance()
-                run.log(measured(run, learned, time.monotonic()))
+        if _any(learned) and not run.torn:
+            _end_here(run, learned, trained)
         raise
     if not _any(learned):
         raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
     run.advance()
     return learned
+
+
+def _end_here(run: TrainRun, learned: list[Learned], trained: Trained) -> None:
+    """Count a step that ends with the parts that are trained; where the disk refuses, it is not kept."""
+    try:
+        give_back(run, trained)
+        run.advance()
+        run.log(measured(run, learned, time.monotonic()))
+    except DiskError:
+        # What ended the step is told, not what followed from it.
+        run.torn = True
 
 
 def _any(learned: list[Learned]) -> bool:

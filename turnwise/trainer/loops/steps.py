@@ -9,7 +9,7 @@ Owns: the functions of a step, in its order: :func:`ask_ahead`, :func:`roll_out`
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from turnwise.agents.roles import TRAINED
@@ -151,13 +151,13 @@ async def learn(run: TrainRun, batch: Batch, place: Place = inline, *, part: boo
             scores = await uninterrupted(run.teacher.score([row.sample for row in experience.rows]))
             experience = distilled(experience, scores, config.algorithm.distill)
         watch = GapWatch()
-        with run.updating():
-            metrics = await place(lambda: _update(run, experience, watch))
-    run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
-    gaps = watch.found()
-    metrics |= gaps.metrics() | tool_metrics(batch.groups) | lags(experience.rows, step)
-    metrics |= dropped_tokens(batch.groups, collected.members, collected.samples, experience.rows)
-    metrics = batch.metrics | experience.metrics | metrics
+        with run.updating() as changing:
+            metrics = await place(lambda: _update(run, experience, watch, changing))
+            run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
+            gaps = watch.found()
+            metrics |= gaps.metrics() | tool_metrics(batch.groups) | lags(experience.rows, step)
+            metrics |= dropped_tokens(batch.groups, collected.members, collected.samples, experience.rows)
+            metrics = batch.metrics | experience.metrics | metrics
     return Learned(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
 
 
@@ -175,7 +175,7 @@ def _experience(run: TrainRun, batch: Batch) -> tuple[Collected, Experience]:
     )
 
 
-def _update(run: TrainRun, experience: Experience, watch: GapWatch) -> dict[str, float]:
+def _update(run: TrainRun, experience: Experience, watch: GapWatch, changing: Callable[[], object]) -> dict[str, float]:
     """Write down what is trained, and train it."""
     config, step = run.config, run.state.step + 1
     for epoch in range(config.algorithm.epochs):
@@ -190,6 +190,7 @@ def _update(run: TrainRun, experience: Experience, watch: GapWatch) -> dict[str,
         critic=run.critic,
         critic_alone=run.critic is not None and run.critic.learns_alone(step),
         watch=watch,
+        changing=changing,
     )
     if run.kl is not None:
         metrics |= run.kl.step(experience.metrics | metrics)

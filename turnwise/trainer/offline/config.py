@@ -23,6 +23,7 @@ from turnwise.trainer.config import (
     RunName,
     ScheduleConfig,
 )
+from turnwise.trainer.loggers.core import LoggersConfig
 
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -45,6 +46,7 @@ class OfflineConfig(BaseModel):
         optim: How gradients become updates.
         schedule: How the learning rate changes.
         renderer: How messages become tokens.
+        loggers: Where metrics go beside the console and ``metrics.jsonl`` (docs/loggers.md).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,6 +65,7 @@ class OfflineConfig(BaseModel):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     schedule: ScheduleConfig = ScheduleConfig()
     renderer: RendererConfig = RendererConfig()
+    loggers: LoggersConfig = Field(default_factory=list)
 
     @property
     def policy(self) -> PolicyConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from turnwise.inference.core import Renderer
 from turnwise.inference.renderer import save_format
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers.console import LiveDisplay
-from turnwise.trainer.loggers.jsonl import JSONLLogger
+from turnwise.trainer.loggers.core import LoggedRun
+from turnwise.trainer.loggers.run_log import RunLog, check_loggers
 from turnwise.trainer.metrics import checked, update_metrics
 from turnwise.trainer.objectives import Objective
 from turnwise.trainer.offline.config import OfflineConfig
@@ -85,11 +87,13 @@ def shown_of_pairs(title: str) -> Shown:
 
 
 def prepare(config: OfflineConfig) -> Path:
-    """Return where the model will be.
+    """Return where the model will be; nothing is written before.
 
     Raises:
         TrainError: One is there already.
+        MissingExtraError: A logger's package is not installed.
     """
+    check_loggers(config.loggers)
     target = config.runs / config.name / "model"
     if target.exists() and not config.overwrite:
         raise TrainError(f"{target} exists; choose another name, remove it, or set overwrite: true")
@@ -121,7 +125,10 @@ def fit(
         shown: What a person sees.
         console: Where; by default standard error.
     """
-    logger = JSONLLogger(config.runs / config.name / "metrics.jsonl")
+    console = console or Console(stderr=True)
+    directory = config.runs / config.name
+    logged = LoggedRun(config.name, uuid.uuid4().hex[:12], directory, config.model_dump(mode="json"), 0)
+    logger = RunLog.open(logged, config.loggers, console)
     metrics: dict[str, float] = {}
     try:
         title = f"{shown.title} {config.name}"
@@ -133,7 +140,7 @@ def fit(
                 seconds = time.perf_counter() - started
                 metrics["time/step_s"] = seconds
                 metrics["time/tokens_per_s"] = sum(micro.tokens for micro in batch.micro) / seconds
-                logger.log({"step": step, **checked(metrics)})
+                logger.log({"kind": "train", "step": step, **checked({**metrics, **logger.counts()})})
                 display.step(step, metrics)
     finally:
         logger.close()
