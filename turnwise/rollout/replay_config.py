@@ -90,7 +90,10 @@ class ReplayConfig(BaseModel):
             return self
         name = self.strategy.name
         takes = _TAKES[name]
-        given = {key for keys in _TAKES.values() for key in keys} & self.model_fields_set
+        keys = {key for keys in _TAKES.values() for key in keys}
+        # A configuration that was written down names every key: what is the default asks for nothing.
+        whole = self.model_dump(include=keys)
+        given = {key for key, value in whole.items() if value != type(self).model_fields[key].default}
         if unread := sorted(given - set(takes)):
             reads = f"reads {', '.join(takes)}" if takes else "reads none of these keys"
             readers = ", ".join(each for each, keys in _TAKES.items() if unread[0] in keys)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.config import load_config
+from turnwise.config import dump_config, load_config
 from turnwise.errors import ConfigError
 from turnwise.rollout.admission import Admission
 from turnwise.rollout.replay_config import ReplayConfig, RunFacts
@@ -150,3 +150,13 @@ def test_staleness_of_lost_weights_is_that_of_the_step() -> None:
     assert facts("a", 9).staleness(3) == 0
     assert facts("a", None).staleness(3) == 0
     assert facts("a", 1).staleness(3) == 1
+
+
+@pytest.mark.parametrize("section", [
+    {}, {"strategy": "bounded", "max_staleness": 3, "when_stale": "drop"}, {"strategy": "on_policy"},
+    {"strategy": "prioritised", "alpha": 0.2}, {"strategy": "mixed", "keep_groups": 4}, {"strategy": "fifo"},
+])  # fmt: skip
+def test_a_section_that_was_written_down_is_read_again(section: dict, tmp_path: Path) -> None:
+    config = ReplayConfig.model_validate(section)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(ReplayConfig, tmp_path / "config.yaml") == config
