@@ -8,6 +8,23 @@ import pytest
 
 from support.lookup_run import MODEL, build_model, shared, warm_start
 
+# Files of long tests, the one that takes longest first: with two workers, what begins last decides when all has ended.
+LONGEST = (
+    "test_main_job", "test_calculator_job", "test_long_task", "test_code_repair_job", "test_blackbox_job",
+    "test_langgraph_job", "test_credit_example", "test_e2e_custom_agents", "test_e2e_manager", "test_lora_job",
+    "test_e2e_distill", "test_algorithm_examples", "test_e2e_random_kills",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests."""
+
+    def place(item: pytest.Item) -> int:
+        long = item.get_closest_marker("long") is not None and item.path.stem in LONGEST
+        return LONGEST.index(item.path.stem) if long else len(LONGEST)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session")
 def lookup_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -47,7 +47,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.xdist_group("algorithms")
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns_to_use_the_tools(name: str, runs: Path, warm_lookup: Path) -> None:
     out = play(runs, name, "--warm", str(warm_lookup), *SHORT)

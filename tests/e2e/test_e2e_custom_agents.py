@@ -60,7 +60,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
 def test_a_loop_of_one_s_own_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path: Path) -> None:
     """The bars are those of ``test_main_job.py``, said before it was run."""
     take_warm(warm_lookup, tmp_path / "loop")
-    command = [sys.executable, str(EXAMPLE / "main.py"), "--runs", str(tmp_path), "--name", "loop"]
+    command = [sys.executable, str(EXAMPLE / "main.py"), "--runs", str(tmp_path), "--name", "loop", "eval.samples=2"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "loop" / "summary.json").read_text())

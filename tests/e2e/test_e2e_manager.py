@@ -74,6 +74,7 @@ def test_it_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path
     command = [
         sys.executable, str(MAIN), "--runs", str(tmp_path), "--name", "outside",
         f"rollout.agent_loop_manager_class={PLAIN}",
+        "eval.samples=2",
     ]  # fmt: skip
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

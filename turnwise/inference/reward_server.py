@@ -6,6 +6,12 @@ the pipes to its parent (``http_process.py``).
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    # Most of a start is imports, which make no garbage: a fifth of it went into looking for some (`serve_reward`).
+    gc.disable()
+
 import argparse
 import contextlib
 import logging
@@ -121,6 +127,10 @@ def serve_reward(spec: RewardServerSpec) -> None:
     def on_loop() -> None:
         threading.Thread(target=batcher.run, name="classifier", daemon=True).start()
 
+    # What was imported and loaded stays: collections need not look at it again.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
     process.run(
         app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report={"max_model_len": classifier.max_context}
     )

@@ -6,9 +6,14 @@ the pipes to its parent (``http_process.py``).
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    # Most of a start is imports, which make no garbage: a fifth of it went into looking for some (`serve`).
+    gc.disable()
+
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -118,6 +123,7 @@ def serve(spec: ServerSpec) -> None:
     # What was imported and loaded stays: collections need not look at it again.
     gc.collect()
     gc.freeze()
+    gc.enable()
     report = {"max_model_len": engine.max_context}
     process.run(app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report=report)
     engine.close()
