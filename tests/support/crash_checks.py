@@ -88,6 +88,9 @@ def _read(run: Path) -> _Journal:
             case "take":
                 for key in event["keys"]:
                     found.taken[key].append(event["step"])
+            case "back":
+                for key in event["keys"]:
+                    found.taken[key].remove(event["step"])
             case "drop":
                 found.dropped[event["key"]] = event["step"]
             case "orphan":
