@@ -143,6 +143,17 @@ def untrained(lines: list[bytes]) -> None:
         ("batches.jsonl", trained_twice),
         ("batches.jsonl", untrained),
     ],
+    ids=[
+        "member lost",
+        "group lost",
+        "take lost",
+        "end lost",
+        "taken twice",
+        "sampled again",
+        "trajectory lost",
+        "trained twice",
+        "untrained",
+    ],
 )
 def test_what_the_crash_tests_check_fails_where_something_is_wrong(
     straight: Path, tmp_path: Path, file: str, spoil: Callable[[list[bytes]], None]
