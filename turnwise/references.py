@@ -7,10 +7,12 @@ Refuses: names without a module; short names belong to the registry of what they
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -96,12 +98,12 @@ def load_file(file: str | Path, what: str) -> ModuleType:
     Raises:
         ConfigError: There is no such file, or running it failed; the message names the line.
     """
-    path = Path(file).expanduser().resolve()
+    path = _resolved(str(file), os.getcwd())
     if not path.is_file():
         raise ConfigError(f"{what}: there is no file {path}")
     program = sys.modules.get("__main__")
     file_run = None if program is None else vars(program).get("__file__")
-    if program is not None and file_run is not None and Path(file_run).resolve() == path:
+    if program is not None and file_run is not None and _resolved(file_run, os.getcwd()) == path:
         # The file is the program that runs: run once more, it would register everything a second time.
         return program
     # A name that only the path decides: the class of an object pickled here is found again elsewhere.
@@ -124,6 +126,12 @@ def load_file(file: str | Path, what: str) -> ModuleType:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"{what}: running {_place(path, error)} failed: {type(error).__name__}: {text}") from error
     return module
+
+
+@functools.lru_cache(maxsize=256)
+def _resolved(file: str, folder: str) -> Path:
+    """Return the path of a file as it is seen from a folder; every episode asks for its environment's."""
+    return (folder / Path(file).expanduser()).resolve()
 
 
 def _imported(file: str) -> ModuleType | None:
