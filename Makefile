@@ -70,7 +70,7 @@ test: $(STAMP)  ## Run the tests that need nothing but this machine
 	$(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS)
 
 test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a crash matrix
-	$(TESTING) tests -m "long and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --timeout $(LIMIT_LONG) || test $$? -eq 5
+	$(TESTING) tests -m "long and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
 test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure

@@ -100,7 +100,8 @@ def test_the_tail_of_a_batch_is_carried_into_the_next_step(lookup_model: Path, t
     assert audit_files(run).sound
 
 
-@pytest.mark.parametrize("mode", ["colocate_async", pytest.param("separate_async", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
 def test_the_tail_is_carried_beside_the_update(mode: str, lookup_model: Path, tmp_path: Path) -> None:
     """The first episode waits until a group is asked for in the place of the one that step 1 took."""
     batch = {"groups": 2, "tail": {"seconds": 0, "share": 0.5}}
