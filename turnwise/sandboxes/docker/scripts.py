@@ -152,7 +152,8 @@ cat >"$1" || exit 1
 UNPACK: Final = r"""mkdir -p -- "$1" && tar -xof - -C "$1" """
 
 # $1: what, then what of it. The content of a folder, or those names of it; else the file alone. That something grew or
-# went away meanwhile is no failure: it is as it was at one moment.
+# went away meanwhile is no failure: it is as it was at one moment. (GNU's tar ends with 1 for that alone, BusyBox's
+# always.)
 PACK: Final = f"""
 [ -e "$1" ] || exit {NOT_FOUND}
 if [ -d "$1" ]; then above=$1; shift; [ $# -gt 0 ] || set -- .
@@ -163,7 +164,8 @@ exec 3>&1
 said=$(LC_ALL=C tar -cf - -C "$above" "$@" 2>&1 >&3)
 code=$?
 [ $code = 0 ] && exit
-printf '%s\\n' "$said" | grep -v -e ': file changed as we read it$' -e ': File removed before we read it$' >&2
+printf '%s\\n' "$said" | grep -v -e ': file changed as we read it$' -e ': File removed before we read it$' \\
+  -e ': No such file or directory$' -e ': error exit delayed from previous errors$' >&2
 [ $? = 1 ] && [ $code = 1 ] && exit
 exit 1
 """
