@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.lookup_run import GROUPS, MEMBERS, silent
-from turnwise.rollout.batches import read_batches
+from turnwise.rollout.batches import Batches, read_batches
 from turnwise.rollout.journal_lines import read_journal
 from turnwise.rollout.writer import read_trajectories
 from turnwise.trainer.audit import audit_run
@@ -141,19 +141,7 @@ def prove(run: Path, lives: Sequence[Left], *, whole: bool = True, short: bool =
         if whole:
             assert (group["head"]["failed"], len(mine)) == (0, MEMBERS), key
 
-    # Each step was trained, and no trajectory in two of them.
-    by_step: dict[int, set[str]] = defaultdict(set)
-    for row in batches.rows:
-        by_step[row.step].add(row.trajectory)
-    assert sum(map(len, by_step.values())) == len(set().union(*by_step.values()))
-    given: dict[int, list[str]] = defaultdict(list)
-    for key, steps in journal.taken.items():
-        assert len(steps) <= 1, f"group {key} was given to steps {steps}"
-        for step in steps:
-            given[step].append(key)
-    assert sorted(given) == list(range(1, batches.steps + 1))
-    sizes = {len(keys) for keys in given.values()}
-    assert sizes <= set(range(1, GROUPS + 1)) if short else sizes == {GROUPS}
+    by_step = _steps(journal, batches, short=short)
 
     # Everything that finished was trained, or it is known why not.
     fates: Counter[str] = Counter()
@@ -170,6 +158,23 @@ def prove(run: Path, lives: Sequence[Left], *, whole: bool = True, short: bool =
         redone=batches.rolled_back,
         cut_off=len(journal.orphans),
     )
+
+
+def _steps(journal: _Journal, batches: Batches, *, short: bool) -> dict[int, set[str]]:
+    """See that each step was trained, and no trajectory in two of them; return what was trained, by step."""
+    by_step: dict[int, set[str]] = defaultdict(set)
+    for row in batches.rows:
+        by_step[row.step].add(row.trajectory)
+    assert sum(map(len, by_step.values())) == len(set().union(*by_step.values()))
+    given: dict[int, list[str]] = defaultdict(list)
+    for key, steps in journal.taken.items():
+        assert len(steps) <= 1, f"group {key} was given to steps {steps}"
+        for step in steps:
+            given[step].append(key)
+    assert sorted(given) == list(range(1, batches.steps + 1))
+    sizes = {len(keys) for keys in given.values()}
+    assert sizes <= set(range(1, GROUPS + 1)) if short else sizes == {GROUPS}
+    return by_step
 
 
 def _fate(name: str, key: str, journal: _Journal, by_step: dict[int, set[str]]) -> str:
