@@ -136,7 +136,7 @@ def train_through(config: TrainConfig) -> list[Left]:
         if victim in ITSELF:
             assert code == -signal.SIGKILL, said
         else:
-            # A run starts a server again once.
+            # A run starts a server again once within an hour.
             assert (victim, code) == ("engine", 1), said
             assert "died again after a restart" in said, said
         lives.append(left_on_disk(folder / config.name))

@@ -41,6 +41,9 @@ class InferenceConfig(BaseModel):
         close_timeout: Seconds that a server gets to end before it is killed.
         retries: How often a client sends a request again after a connection error.
         retry_wait: Seconds before the first of those; doubled each time.
+        max_restarts: How often a server that died is started again within ``restart_window``; the next death ends the
+            run.
+        restart_window: Seconds after which a death no longer counts towards ``max_restarts``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -61,6 +64,8 @@ class InferenceConfig(BaseModel):
     close_timeout: float = Field(default=5.0, gt=0)
     retries: int = Field(default=5, ge=0)
     retry_wait: float = Field(default=0.1, gt=0)
+    max_restarts: int = Field(default=1, ge=0)
+    restart_window: float = Field(default=3600.0, gt=0)
 
 
 class RewardServerConfig(BaseModel):

@@ -1,4 +1,4 @@
-"""The servers of a run, as one: launched together, one client over all, a dead one restarted once.
+"""The servers of a run, as one: launched together, one client over all, a dead one started again.
 
 Owns: :class:`Fleet`. Refuses: sampling and weights; those go through its client and its replicas.
 """
@@ -6,7 +6,6 @@ Owns: :class:`Fleet`. Refuses: sampling and weights; those go through its client
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from pathlib import Path
 
@@ -43,10 +42,12 @@ class Fleet:
         self._client: HTTPClient | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._fatal: InferenceError | None = None
-        # Servers whose end was noticed and that are not back yet; one of the two events is always set.
+        # Servers whose end was noticed and that are not back yet.
         self._down: set[BuiltinReplica] = set()
-        self._whole, self._broken = asyncio.Event(), asyncio.Event()
+        self._whole = asyncio.Event()
         self._whole.set()
+        # Set at the next death, and then replaced: one that is over at once is seen by who looked before.
+        self._next_death = asyncio.Event()
 
     @property
     def client(self) -> HTTPClient:
@@ -79,21 +80,21 @@ class Fleet:
             error: Why it failed.
 
         Raises:
-            InferenceError: A server died a second time, or could not be started again.
+            InferenceError: A server died more often than ``max_restarts`` allows, or could not be started again.
         """
         while True:
             await self._whole.wait()
             if self._fatal is not None:
                 raise self._fatal
-            restarts = self.restarts
+            death = self._next_death
             silent = [replica for replica in self.replicas if not await replica.health()]
-            if self._down or self.restarts != restarts:
+            if self._down or death.is_set():
                 continue
             if not silent:
                 return
             # The end of a process is noticed by a thread: it may be a moment behind the broken connection.
             try:
-                await asyncio.wait_for(self._broken.wait(), self._config.close_timeout)
+                await asyncio.wait_for(death.wait(), self._config.close_timeout)
             except TimeoutError:
                 raise InferenceError(f"{silent[0].url} runs, but does not answer: {error}") from error
 
@@ -137,13 +138,18 @@ class Fleet:
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     async def _watch(self, replica: BuiltinReplica) -> None:
-        for deaths in itertools.count(1):
+        loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, self._config.restart_window
+        restarted: list[float] = []
+        while True:
             death = await replica.wait_died()
-            self._set_down(replica, True)
+            self._note_death(replica)
             try:
-                if deaths > 1:
-                    self._fatal = EngineDied(f"a server died again after a restart: {death}")
+                restarted = [time for time in restarted if loop.time() - time < window]
+                if len(restarted) >= allowed:
+                    when = f" again after a restart, within {window:g} s" if allowed else ""
+                    self._fatal = EngineDied(f"a server died{when} (inference.max_restarts is {allowed}): {death}")
                     return
+                restarted.append(loop.time())
                 self.restarts += 1
                 _log.error("restarting a server: %s", death)
                 before = replica.url
@@ -154,13 +160,12 @@ class Fleet:
                 self._fatal = EngineDied(f"a server died and could not be started again: {error}")
                 return
             finally:
-                self._set_down(replica, False)
+                self._down.discard(replica)
+                if not self._down:
+                    self._whole.set()
 
-    def _set_down(self, replica: BuiltinReplica, down: bool) -> None:
-        (self._down.add if down else self._down.discard)(replica)
-        if self._down:
-            self._whole.clear()
-            self._broken.set()
-        else:
-            self._broken.clear()
-            self._whole.set()
+    def _note_death(self, replica: BuiltinReplica) -> None:
+        self._down.add(replica)
+        self._whole.clear()
+        noticed, self._next_death = self._next_death, asyncio.Event()
+        noticed.set()

@@ -151,7 +151,7 @@ class FrozenPolicies:
         """Wait until all servers that were started here run, after a request failed.
 
         Raises:
-            InferenceError: One died a second time, or could not be started again.
+            InferenceError: One died too often, or could not be started again.
         """
         for fleet in self._fleets:
             await fleet.recover(error)

@@ -184,7 +184,7 @@ class TrainRun:
         """Have the servers stand still until the weights are synced; one that dies meanwhile comes back sampling.
 
         Raises:
-            InferenceError: A server died a second time.
+            InferenceError: A server died more often than ``inference.max_restarts``.
         """
         try:
             await self.fleet.pause()
@@ -200,7 +200,7 @@ class TrainRun:
             still: Whether the servers answer what they are sampling with what there is, and stand still meanwhile.
 
         Raises:
-            InferenceError: A server refuses them, or died a second time.
+            InferenceError: A server refuses them, or died too often.
         """
         try:
             manifest = await self._write_weights(still)

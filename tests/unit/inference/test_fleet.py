@@ -1,0 +1,133 @@
+"""The servers of a run: how often one that dies is started again. Servers that are processes: tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from support.loop_clock import pass_time
+from turnwise.errors import EngineDied, InferenceError
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.fleet import Fleet
+
+
+class Server:
+    """What a fleet asks of a server; dies when it is told to."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.starts = 0
+        self.broken = False
+        self._died = asyncio.Event()
+
+    async def launch(self) -> None:
+        self.starts += 1
+
+    async def wait_died(self) -> EngineDied:
+        await self._died.wait()
+        return EngineDied(f"{self.url} died")
+
+    async def restart(self) -> None:
+        if self.broken:
+            raise InferenceError(f"{self.url} does not start")
+        self._died.clear()
+        await self.launch()
+
+    async def health(self) -> bool:
+        return not self._died.is_set()
+
+    async def close(self) -> None:
+        pass
+
+    def die(self) -> None:
+        self._died.set()
+
+
+@asynccontextmanager
+async def fleet_of(number: int = 1, **settings: float) -> AsyncIterator[tuple[Fleet, list[Server]]]:
+    """A fleet that runs, and its servers."""
+    fleet = Fleet(InferenceConfig(replicas=number, **settings), Path("model"), logs=Path("logs"))
+    servers = [Server(f"http://127.0.0.1:{each + 1}") for each in range(number)]
+    fleet.replicas = servers  # type: ignore[assignment]
+    await fleet.launch()
+    try:
+        yield fleet, servers
+    finally:
+        await fleet.close()
+
+
+async def die_and_recover(fleet: Fleet, server: Server) -> None:
+    server.die()
+    await fleet.recover(InferenceError("a request failed"))
+
+
+async def test_a_second_death_ends_the_run_and_names_the_key() -> None:
+    async with fleet_of() as (fleet, [server]):
+        await die_and_recover(fleet, server)
+        assert (fleet.restarts, server.starts) == (1, 2)
+        with pytest.raises(EngineDied) as death:
+            await die_and_recover(fleet, server)
+        assert (fleet.restarts, server.starts) == (1, 2)
+    said = "a server died again after a restart, within 3600 s (inference.max_restarts is 1): http://127.0.0.1:1 died"
+    assert str(death.value) == said
+
+
+async def test_deaths_that_are_long_apart_end_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet_of(restart_window=60.0) as (fleet, [server]):
+        with caplog.at_level(logging.ERROR):
+            for _ in range(5):
+                await die_and_recover(fleet, server)
+                pass_time(60.0)
+        assert (fleet.restarts, server.starts) == (5, 6)
+        assert caplog.text.count("restarting a server") == 5
+        await die_and_recover(fleet, server)
+        pass_time(59.0)
+        with pytest.raises(EngineDied, match="died again after a restart, within 60 s"):
+            await die_and_recover(fleet, server)
+
+
+async def test_as_many_deaths_as_are_allowed_end_no_run() -> None:
+    async with fleet_of(max_restarts=3, restart_window=100.0) as (fleet, [server]):
+        for _ in range(3):
+            await die_and_recover(fleet, server)
+            pass_time(40.0)
+        # The first of them, 120 seconds ago, counts no longer; the other two do.
+        await die_and_recover(fleet, server)
+        with pytest.raises(EngineDied, match="max_restarts is 3"):
+            await die_and_recover(fleet, server)
+        assert fleet.restarts == 4
+
+
+async def test_each_server_has_deaths_of_its_own() -> None:
+    async with fleet_of(3) as (fleet, servers):
+        for server in servers:
+            await die_and_recover(fleet, server)
+        assert [server.starts for server in servers] == [2, 2, 2]
+        with pytest.raises(EngineDied, match=r"127\.0\.0\.1:2 died"):
+            await die_and_recover(fleet, servers[1])
+
+
+async def test_none_is_started_again_where_none_may_be() -> None:
+    async with fleet_of(max_restarts=0) as (fleet, [server]):
+        with pytest.raises(EngineDied, match=r"^a server died \(inference.max_restarts is 0\): "):
+            await die_and_recover(fleet, server)
+        assert (fleet.restarts, server.starts) == (0, 1)
+
+
+async def test_one_that_cannot_be_started_again_ends_the_run_at_once() -> None:
+    async with fleet_of(max_restarts=9) as (fleet, [server]):
+        server.broken = True
+        with pytest.raises(EngineDied, match=r"could not be started again: .* does not start"):
+            await die_and_recover(fleet, server)
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_restarts", -1), ("restart_window", 0.0)])
+def test_what_cannot_be_counted_is_refused(key: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=key):
+        InferenceConfig(**{key: value})
