@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import time
 import uuid
@@ -31,6 +30,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from support.e2b_boxes import Box
+from turnwise.inference.http_process import bind
 
 KEY = "e2b_" + "0" * 40
 _PIECE = 2**16
@@ -310,8 +310,7 @@ def _app(cloud: Cloud) -> Starlette:
 async def e2b_cloud() -> AsyncIterator[tuple[Cloud, dict[str, Any]]]:
     """Run the server; give it, and how the backend is configured to reach it."""
     cloud = Cloud()
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(_app(cloud), log_level="warning", lifespan="off", ws="none"))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

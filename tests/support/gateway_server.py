@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from turnwise.inference.gateway.core import Abilities
 from turnwise.inference.gateway.sessions import Sessions
 from turnwise.inference.gateway.settings import SessionSettings
 from turnwise.inference.http_guard import guarded
+from turnwise.inference.http_process import bind
 from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.renderer import TemplateRenderer
 from turnwise.inference.scripted import Line, Script, ScriptedClient
@@ -95,8 +95,7 @@ async def serving(
 
     sessions = Sessions(open_session, limits or GatewayLimits(), finished)
     app = GatewayApp(sessions, admin_key=ADMIN, model="tiny", context_length=100_000, abilities=abilities, fixed=fixed)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with bind("127.0.0.1", 0) as listener:
         listener.listen(2048)
         server = uvicorn.Server(_options(app, sessions.limits))
         running = asyncio.ensure_future(server.serve(sockets=[listener]))

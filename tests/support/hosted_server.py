@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from turnwise.inference.gateway.hosted_config import HostedConfig, base_url
 from turnwise.inference.gateway.hosted_endpoint import Endpoint
 from turnwise.inference.gateway.hosted_session import TextSession, TextSettings
 from turnwise.inference.gateway.sessions import Sessions
+from turnwise.inference.http_process import bind
 from turnwise.trajectory import Trajectory
 
 KEY = "sk-the-providers-own-key-0123456789"
@@ -58,8 +58,7 @@ class Hosted:
 @contextlib.asynccontextmanager
 async def listening(app: Any) -> AsyncIterator[str]:
     """Serve an ASGI application on a loopback port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with bind("127.0.0.1", 0) as listener:
         listener.listen(2048)
         config = uvicorn.Config(
             app, log_config=None, lifespan="off", ws="none", access_log=False, timeout_graceful_shutdown=1

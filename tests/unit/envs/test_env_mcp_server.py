@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import signal
+import socket
 import sys
+from urllib.parse import urlsplit
 
 import mcp_types as types
+import psutil
 import pytest
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
@@ -279,6 +283,24 @@ class TestProcesses:
     async def test_a_port_that_cannot_be(self) -> None:
         with pytest.raises(ConfigError, match=r"cannot bind 127.0.0.1 port 99999 .*choose another, or 0"):
             await EnvServer(LookupEnv, "lookup").serve_http("127.0.0.1", 99999, print)
+
+    async def test_no_answer_waits_for_a_delayed_acknowledgement(self) -> None:
+        """asyncio leaves Nagle's algorithm on where a listener was made elsewhere: 40 ms for an answer in two parts."""
+        said: asyncio.Queue[str] = asyncio.Queue()
+        serving = asyncio.create_task(EnvServer(LookupEnv, "lookup").serve_http("127.0.0.1", 0, said.put_nowait))
+        try:
+            url = (await said.get()).split()[-1]
+            async with Client(url) as client:
+                await client.call_tool("team_of", {"person": "ana"})
+                mine = [each for each in psutil.Process().net_connections("tcp") if each.status == "ESTABLISHED"]
+                accepted = [each for each in mine if each.laddr.port == urlsplit(url).port]
+                assert accepted
+                for each in accepted:
+                    with socket.socket(fileno=os.dup(each.fd)) as connection:
+                        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
 
 class TestToolEnvironment:
