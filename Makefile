@@ -67,7 +67,7 @@ train: $(STAMP)  ## Train the lookup model from scratch (SEED=0)
 	$(BIN)/python examples/lookup/main.py --seed $(SEED)
 
 test: $(STAMP)  ## Run the tests that need nothing but this machine
-	$(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS)
+	$(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS) --dist worksteal
 
 test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a crash matrix
 	$(TESTING) tests -m "long and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) || test $$? -eq 5
