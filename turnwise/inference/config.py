@@ -41,8 +41,8 @@ class InferenceConfig(BaseModel):
         close_timeout: Seconds that a server gets to end before it is killed.
         retries: How often a client sends a request again after a connection error.
         retry_wait: Seconds before the first of those; doubled each time.
-        max_restarts: How often a server that died is started again within ``restart_window``; the next death ends the
-            run.
+        max_restarts: How often a server that died, or did not start again, is started within ``restart_window``; what
+            comes after that ends the run.
         restart_window: Seconds after which a death no longer counts towards ``max_restarts``.
     """
 

@@ -138,31 +138,42 @@ class Fleet:
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     async def _watch(self, replica: BuiltinReplica) -> None:
-        loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, self._config.restart_window
-        restarted: list[float] = []
+        restarts: list[float] = []
         while True:
             death = await replica.wait_died()
             self._note_death(replica)
             try:
-                restarted = [time for time in restarted if loop.time() - time < window]
-                if len(restarted) >= allowed:
-                    when = f" again after a restart, within {window:g} s" if allowed else ""
-                    self._fatal = EngineDied(f"a server died{when} (inference.max_restarts is {allowed}): {death}")
-                    return
-                restarted.append(loop.time())
-                self.restarts += 1
-                _log.error("restarting a server: %s", death)
-                before = replica.url
-                await replica.restart()
-                if replica.url != before:
-                    self.client.replace_url(before, replica.url)
-            except InferenceError as error:
-                self._fatal = EngineDied(f"a server died and could not be started again: {error}")
+                await self._bring_back(replica, death, restarts)
+            except EngineDied as error:
+                self._fatal = error
                 return
             finally:
                 self._down.discard(replica)
                 if not self._down:
                     self._whole.set()
+
+    async def _bring_back(self, replica: BuiltinReplica, death: EngineDied, restarts: list[float]) -> None:
+        """Start a server again, one that does not start too, as often as may be; ``restarts`` are the times of it."""
+        loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, self._config.restart_window
+        before, failed = replica.url, None
+        while True:
+            restarts[:] = [time for time in restarts if loop.time() - time < window]
+            if len(restarts) >= allowed:
+                if failed is not None:
+                    raise EngineDied(f"a server died and could not be started again: {failed}") from failed
+                when = f" again after a restart, within {window:g} s" if allowed else ""
+                raise EngineDied(f"a server died{when} (inference.max_restarts is {allowed}): {death}")
+            restarts.append(loop.time())
+            self.restarts += 1
+            _log.error("restarting a server: %s", failed or death)
+            try:
+                await replica.restart()
+            except InferenceError as error:
+                failed = error
+                continue
+            if replica.url != before:
+                self.client.replace_url(before, replica.url)
+            return
 
     def _note_death(self, replica: BuiltinReplica) -> None:
         self._down.add(replica)

@@ -23,7 +23,7 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.starts = 0
-        self.broken = False
+        self.failures = 0
         self._died = asyncio.Event()
 
     async def launch(self) -> None:
@@ -34,7 +34,8 @@ class Server:
         return EngineDied(f"{self.url} died")
 
     async def restart(self) -> None:
-        if self.broken:
+        if self.failures:
+            self.failures -= 1
             raise InferenceError(f"{self.url} does not start")
         self._died.clear()
         await self.launch()
@@ -120,11 +121,21 @@ async def test_none_is_started_again_where_none_may_be() -> None:
         assert (fleet.restarts, server.starts) == (0, 1)
 
 
-async def test_one_that_cannot_be_started_again_ends_the_run_at_once() -> None:
-    async with fleet_of(max_restarts=9) as (fleet, [server]):
-        server.broken = True
+async def test_one_that_does_not_start_is_started_as_often_as_it_may_be() -> None:
+    async with fleet_of(max_restarts=3) as (fleet, [server]):
+        server.failures = 2
+        await die_and_recover(fleet, server)
+        assert (fleet.restarts, server.starts, server.failures) == (3, 2, 0)
+        with pytest.raises(EngineDied, match="died again after a restart"):
+            await die_and_recover(fleet, server)
+
+
+async def test_one_that_never_starts_again_ends_the_run_with_its_reason() -> None:
+    async with fleet_of(max_restarts=4) as (fleet, [server]):
+        server.failures = 9
         with pytest.raises(EngineDied, match=r"could not be started again: .* does not start"):
             await die_and_recover(fleet, server)
+        assert (fleet.restarts, server.failures) == (4, 5)
 
 
 @pytest.mark.parametrize(("key", "value"), [("max_restarts", -1), ("restart_window", 0.0)])
