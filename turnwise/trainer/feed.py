@@ -80,6 +80,8 @@ class Feed:
         self._wasted: Counter[str] = Counter()
         # What steps were given since :meth:`trained`.
         self._given_out: dict[str, Asked] = {}
+        # Groups that were given back: a curriculum has learned from them.
+        self._learned: set[str] = set()
         self.outstanding: dict[str, Asked] = {}
         buffer.refill_by(self._refill)
         buffer.drops_to(self._dropped)
@@ -188,7 +190,7 @@ class Feed:
         """
         for number, group in enumerate(groups):
             # A group that is trained once more says nothing new of its task.
-            if not ref.keys or ref.keys[number] in self.outstanding:
+            if not ref.keys or ref.keys[number] in self.outstanding.keys() - self._learned:
                 self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
         if ref.keys:
             for key in ref.keys:
@@ -206,15 +208,17 @@ class Feed:
 
     def take_back(self, keys: Collection[str]) -> None:
         """Count groups that a step was given and did not train as on their way again: a process that goes on asks for
-        them first, and finds them finished. A curriculum has heard what they earned, and will hear it once more.
+        them first, and finds them finished. A curriculum learns nothing from them again.
         """
         back = {key: asked for key, asked in self._given_out.items() if key in keys}
         self.outstanding = back | self.outstanding
+        self._learned |= back.keys()
 
     def _hand_out(self, key: str) -> None:
         if (asked := self.outstanding.pop(key, None)) is not None:
             self._given_out[key] = asked
         self._sampled.pop(key, None)
+        self._learned.discard(key)
 
     def state(self) -> list[dict[str, Any]]:
         """Return what is on its way, as JSON values.
@@ -223,7 +227,7 @@ class Feed:
         in both asked for twice.
         """
         asked = [each.request for each in self.outstanding.values() if not each.given]
-        return [_record(each) for each in (*asked, *self._again)]
+        return [{**_record(each), "learned": each.key in self._learned} for each in (*asked, *self._again)]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Go on from a state: :meth:`next` returns what was on its way before it takes further tasks.
@@ -232,9 +236,12 @@ class Feed:
             CheckpointError: The state is malformed.
         """
         self._again = deque(_request(record) for record in state)
+        self._learned = {again.key for again, record in zip(self._again, state, strict=True) if record.get("learned")}
 
     def _dropped(self, facts: GroupFacts, why: str) -> None:
-        self._tasks.learn(facts.task_id, facts.rewards)
+        if facts.key not in self._learned:
+            self._tasks.learn(facts.task_id, facts.rewards)
+        self._learned.discard(facts.key)
         # What settles the rest of a step has counted those that it discards.
         if why != SURPLUS:
             self._wasted["rollout/wasted_tokens"] += facts.sampled_tokens
@@ -264,7 +271,7 @@ def _record(request: RolloutRequest) -> dict[str, Any]:
 
 def _request(record: Mapping[str, Any]) -> RolloutRequest:
     try:
-        about = {name: value for name, value in record.items() if name not in ("task", "source")}
+        about = {name: value for name, value in record.items() if name not in ("task", "source", "learned")}
         task = replace(Task.from_record(record["task"]), source=record["source"])
         return RolloutRequest(task, **about)
     except (KeyError, TypeError, AttributeError, TaskError) as error:

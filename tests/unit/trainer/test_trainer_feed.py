@@ -51,6 +51,18 @@ class Asked:
         return TrajectoryGroup(name, request.task.id, [member], request.partition)
 
 
+class Told(TaskStream):
+    """Notes the tasks of which it is told what their groups earned."""
+
+    def __init__(self, order: HeldOrder) -> None:
+        super().__init__(order)
+        self.told: list[str] = []
+
+    def learn(self, task_id, rewards) -> None:
+        self.told.append(task_id)
+        super().learn(task_id, rewards)
+
+
 class Picky(Strategy):
     """Drops the groups of some tasks."""
 
@@ -72,13 +84,13 @@ TASKS = [
 ]
 
 
-def feed(strategy: Strategy | None = None, state=None, **changes) -> tuple[Feed, Asked, LocalReplayBuffer, TaskStream]:
+def feed(strategy: Strategy | None = None, state=None, **changes) -> tuple[Feed, Asked, LocalReplayBuffer, Told]:
     rollout = RolloutConfig(env=SpecConfig(name="lookup"), group_size=4)
     config = TrainConfig.model_validate({
         "name": "x", "steps": 1, "policies": {"main": {"model": {"path": Path("m")}}}, "rollout": rollout, **changes,
     })  # fmt: skip
     asked, buffer = Asked(), LocalReplayBuffer(strategy)
-    stream = TaskStream(HeldOrder(TASKS, shuffle=False, state=state))
+    stream = Told(HeldOrder(TASKS, shuffle=False, state=state))
     return Feed(config, stream, asked, buffer, lambda: 0), asked, buffer, stream
 
 
@@ -131,6 +143,39 @@ async def test_what_a_step_was_given_and_did_not_train_is_asked_for_first() -> N
     assert [each["task"]["id"] for each in own.state()] == ["t3", "t0", "t1"]
     own.take_back({given[0]})
     assert len(own.outstanding) == 3, "that one is trained"
+
+
+async def take(own: Feed, buffer: LocalReplayBuffer) -> str:
+    """Give a step one group; return its key."""
+    ref, _ = await buffer.sample(1, "train", 1)
+    own.done(ref, await buffer.fetch(ref))
+    return ref.keys[0]
+
+
+async def test_a_curriculum_learns_from_a_group_once_that_a_failed_step_gave_back() -> None:
+    own, asked, buffer, stream = feed()
+    own.top_up(3)
+    given = set()
+    for number in (0, 1):
+        await buffer.put(asked.group(number))
+        given.add(await take(own, buffer))
+    own.take_back(given)
+    assert stream.told == ["t0", "t1"]
+    state, order = json.loads(json.dumps([own.state(), stream.state()]))
+    assert [(each["task"]["id"], each["learned"]) for each in state] == [("t0", True), ("t1", True), ("t2", False)]
+
+    later, again, kept, told = feed(Picky("t1"), state=order)
+    later.restore(state)
+    assert later.state() == state, "what has not been asked for yet was learned from all the same"
+    later.top_up(3)
+    for number in (0, 1, 2):
+        await kept.put(again.group(number))
+    first = await take(later, kept)
+    assert told.told == [], "t0 is known, and t1, which is dropped"
+    later.take_back({first})
+    assert [(each["task"]["id"], each["learned"]) for each in later.state()] == [("t0", True), ("t2", False)]
+    await take(later, kept)
+    assert told.told == ["t2"]
 
 
 async def test_a_step_starts_no_more_fresh_groups_than_it_takes() -> None:
