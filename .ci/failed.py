@@ -1,22 +1,30 @@
 """Prints the names of the tests that failed in the last run; exits with 1 where there are none, or too many.
 
+pytest-xdist notes tests of a group as NAME@GROUP, which pytest alone does not know: the file is written anew without.
+
 Usage: failed.py LASTFAILED MOST
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+
+# After the parameters, which may hold the sign too.
+_GROUP = re.compile(r"@[^\]@]*$")
 
 
 def main() -> int:
     """Return 0 when there are such tests, and not too many of them."""
     file, most = Path(sys.argv[1]), int(sys.argv[2])
-    failed = sorted(json.loads(file.read_text())) if file.is_file() else []
+    noted = json.loads(file.read_text()) if file.is_file() else {}
+    failed = sorted({_GROUP.sub("", name) for name in noted})
     # A file that could not be collected has no test to run again.
     if not 0 < len(failed) <= most or not all("::" in name for name in failed):
         return 1
+    file.write_text(json.dumps(dict.fromkeys(failed, True)))
     print(" ".join(failed))  # noqa: T201
     return 0
 

@@ -103,6 +103,37 @@ def test_a_real_test_that_skips_is_a_failure(tmp_path: Path, body: str, markers:
         assert "no docker here" in done.stderr
 
 
+def test_what_failed_in_a_group_is_run_again_alone(tmp_path: Path) -> None:
+    """CI runs one or two tests that failed once more, and no others."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.xdist_group('job')\n@pytest.mark.parametrize('x', ['a@b', 'c'])\n"
+        "def test_grouped(x): assert x == 'c'\n"
+        "@pytest.mark.xdist_group('job')\ndef test_other(): assert False\n"
+        "def test_sound(): pass\n"
+    )
+    pytest_in = [sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", str(tmp_path)]
+    known = {**os.environ, "PYTEST_ADDOPTS": ""}
+    first = subprocess.run(
+        [*pytest_in, "-n", "1", "--dist", "loadgroup"],
+        cwd=tmp_path,
+        env=known,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "2 failed, 2 passed" in first.stdout, first.stdout + first.stderr
+    noted = tmp_path / ".pytest_cache" / "v" / "cache" / "lastfailed"
+    failed = [sys.executable, str(ROOT / ".ci" / "failed.py"), str(noted)]
+    named = subprocess.run([*failed, "2"], capture_output=True, text=True, check=False)
+    assert (named.returncode, named.stdout) == (0, "test_it.py::test_grouped[a@b] test_it.py::test_other\n")
+    again = ["--last-failed", "--last-failed-no-failures", "none", "-n", "0"]
+    second = subprocess.run([*pytest_in, *again], cwd=tmp_path, env=known, capture_output=True, text=True, check=False)
+    assert "\n2 failed in " in second.stdout, second.stdout + second.stderr
+    assert subprocess.run([*failed, "1"], capture_output=True, check=False).returncode == 1, "too many"
+
+
 def test_markers_are_those_that_the_makefile_names() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     declared = {marker.partition(":")[0] for marker in options["markers"]}
