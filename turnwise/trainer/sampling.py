@@ -32,7 +32,7 @@ async def sample_groups(
 
     Raises:
         TrainError: Hooks left nothing, or one of them raised.
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     step = run.state.step + 1
     # Only a function of the user's may want to read what was said.

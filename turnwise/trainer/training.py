@@ -82,7 +82,7 @@ class Training:
 
         Raises:
             TrainError: There is no task.
-            InferenceError: The inference server died twice.
+            InferenceError: A server died more often than ``inference.max_restarts``.
         """
         size = group_size or self.config.rollout.group_size
         requests = None

@@ -24,7 +24,7 @@ async def train_colocate_async(run: TrainRun) -> None:
 
     Raises:
         TrainError: Every episode of a step failed.
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     pauses = run.config.overlap.sampling == "pause"
     with Apart() as apart:

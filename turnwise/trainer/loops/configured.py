@@ -26,6 +26,6 @@ async def train_as_configured(run: TrainRun) -> None:
 
     Raises:
         TrainError: Every episode of a step failed.
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     await LOOPS[run.config.mode](run)

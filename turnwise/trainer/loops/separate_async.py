@@ -28,7 +28,7 @@ async def train_separate_async(run: TrainRun) -> None:
 
     Raises:
         TrainError: Every episode of a step failed.
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     with Apart() as apart:
         while not run.ended:

@@ -94,7 +94,7 @@ async def roll_out(
 
     Raises:
         TrainError: All groups of the caller's tasks were dropped.
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     await run.hooks.step_begin()
     if requests is None:
@@ -114,7 +114,7 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: 
         settles: Whether the step waits for no further groups.
 
     Raises:
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     started, step = time.monotonic(), run.state.step + 1
     run.display.status(f"step {step}: rolling out")
@@ -208,7 +208,7 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
             asked goes on under the new ones.
 
     Raises:
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     began = time.monotonic()
     try:
@@ -257,7 +257,7 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
 
     Raises:
         TrainError: Every episode failed.
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     learned = await learn(run, batch)
     run.advance()

@@ -16,7 +16,7 @@ async def train_sync(run: TrainRun) -> None:
 
     Raises:
         TrainError: Every episode of a step failed.
-        InferenceError: The inference server died twice.
+        InferenceError: A server died more often than ``inference.max_restarts``.
     """
     while not run.ended:
         batch = await roll_out(run)
