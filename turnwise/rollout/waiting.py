@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -40,25 +41,42 @@ class Waiting:
         self._changes = 0
         self._reissued = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._blocked: set[concurrent.futures.Future[None]] = set()
+        self._blocked: set[concurrent.futures.Future[bool]] = set()
         self._lock = threading.Lock()
 
-    async def changed(self) -> None:
+    async def changed(self, seconds: float | None = None) -> bool:
         """Wait until something has changed since this code last asked what is ``ready`` or ``flying``.
+
+        Args:
+            seconds: How long to wait at most; None waits for as long as it takes.
+
+        Returns:
+            Whether something has changed.
 
         Raises:
             TurnwiseError: No further group will come: the producer ended with this error.
         """
         seen = _SEEN.get()
+        before = self._changes if seen is None else seen
         self._check()
-        if seen is None or seen == self._changes:
-            await self._changed.wait()
+        if before == self._changes:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
             self._check()
+        came = self._changes != before
         # Whoever waits twice without looking waits for two changes.
         self._see()
+        return came
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> bool:
         """Wait as :meth:`changed` does, in a thread: what a plain ``def sample`` calls.
+
+        Args:
+            seconds: How long to wait at most; None waits for as long as it takes.
+
+        Returns:
+            Whether something has changed.
 
         Raises:
             TrainError: It would block the event loop.
@@ -71,14 +89,15 @@ class Waiting:
             # Who was cancelled while this computed has looked for what waits already.
             if (call := _CALL.get()) is not None and call.given_up:
                 raise concurrent.futures.CancelledError
-            blocked = asyncio.run_coroutine_threadsafe(self.changed(), loop)
+            blocked = asyncio.run_coroutine_threadsafe(self.changed(seconds), loop)
             self._blocked.add(blocked)
         try:
-            blocked.result()
+            came = blocked.result()
             self._see()
         finally:
             with self._lock:
                 self._blocked.discard(blocked)
+        return came
 
     def reissued(self) -> None:
         """Count what is played anew because whoever had it was lost."""

@@ -73,6 +73,44 @@ class Slow(LocalReplayBuffer):
             raise
 
 
+class Hasty(LocalReplayBuffer):
+    """Waits for a batch as long as something comes at least every hundredth of a second; takes what is there then."""
+
+    def sample(self, global_steps, partition_id, batch_size):
+        waits = []
+        while not self.ready(partition_id):
+            waits.append(self.wait())
+        while len(self.ready(partition_id)) < batch_size and all(waits):
+            waits.append(self.wait(0.01))
+        ref, metrics = self.take([each.id for each in self.ready(partition_id)], global_steps)
+        return ref, {**metrics, "waits": float(len(waits)), "came": float(sum(waits))}
+
+
+class HastyToo(LocalReplayBuffer):
+    """The same on the event loop."""
+
+    async def sample(self, global_steps, partition_id, batch_size):
+        waits = []
+        while not self.ready(partition_id):
+            waits.append(await self.changed())
+        while len(self.ready(partition_id)) < batch_size and all(waits):
+            waits.append(await self.changed(0.01))
+        ref, metrics = self.take([each.id for each in self.ready(partition_id)], global_steps)
+        return ref, {**metrics, "waits": float(len(waits)), "came": float(sum(waits))}
+
+
+@pytest.mark.parametrize("kind", [Hasty, HastyToo])
+async def test_an_own_sample_may_cut_the_tail_of_its_batch(kind: type[LocalReplayBuffer]) -> None:
+    inner = kind()
+    mine = OwnBuffer("Hasty", inner, Arrival())
+    waiting = asyncio.create_task(mine.sample(1, "train", 3))
+    await asyncio.sleep(0)
+    await inner.put(group("a"))
+    ref, metrics = await asyncio.wait_for(waiting, 30)
+    assert ref.group_ids == ("a",), "nothing else came in a hundredth of a second"
+    assert metrics["waits"] == metrics["came"] + 1, "only the last wait was in vain"
+
+
 @pytest.mark.parametrize("act", ["wait", "take"])
 async def test_a_thread_that_nobody_waits_for_any_more_changes_nothing_and_ends(act: str) -> None:
     inner = Slow(act)
