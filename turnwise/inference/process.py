@@ -108,12 +108,16 @@ class ServerProcess:
             The JSON object that it reported.
 
         Raises:
-            InferenceError: It runs already, ended, or did not report in time; the message holds the end of its log.
+            InferenceError: It runs already, ended, or did not report in time; the message holds the end of its log. Or
+                the system has no room for it: too many open files or processes, no memory, no such program.
         """
         if self._child is not None:
             raise InferenceError(f"the server of {self._what} runs already as process {self._child.pid}")
         self.died.clear()
-        self._child, report = child, _ = self._spawn(command, environment)
+        try:
+            self._child, report = child, _ = self._spawn(command, environment)
+        except OSError as error:
+            raise InferenceError(f"the server of {self._what} could not be started: {error}") from error
         try:
             line = await asyncio.wait_for(_read_line(report, child), self._launch_timeout)
         except TimeoutError:
@@ -150,7 +154,12 @@ class ServerProcess:
 
     def _spawn(self, command: Command, environment: Mapping[str, str]) -> tuple[_Child, int]:
         report_read, report_write = os.pipe()
-        lifeline_read, lifeline_write = os.pipe()
+        try:
+            lifeline_read, lifeline_write = os.pipe()
+        except BaseException:
+            os.close(report_read)
+            os.close(report_write)
+            raise
         try:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
             with self._log_file.open("ab") as log:

@@ -105,7 +105,7 @@ async def test_starts_that_fail_show_the_log(tmp_path: Path) -> None:
     with pytest.raises(InferenceError, match=r"did not answer within 0.5 s .*: signal 15;"):
         await hasty.start(lambda report, lifeline: [sys.executable, "-c", "import time; time.sleep(100)"], os.environ)
     assert (process.pid, hasty.pid) == (None, None)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InferenceError, match=r"of a model could not be started: .*No such file .*/nothing'"):
         await process.start(lambda report, lifeline: [str(tmp_path / "nothing")], os.environ)
     await start(process)
     with pytest.raises(InferenceError, match="runs already as process"):
