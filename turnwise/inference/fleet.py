@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
-from turnwise.errors import EngineDied, InferenceError
+from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
@@ -97,6 +101,27 @@ class Fleet:
                 await asyncio.wait_for(death.wait(), self._config.close_timeout)
             except TimeoutError:
                 raise InferenceError(f"{silent[0].url} runs, but does not answer: {error}") from error
+
+    async def through_deaths(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Await a call that needs all servers; where it fails, once more when they run again.
+
+        It is tried again as often as servers may die, at least once: the notice of a death may come after the failure.
+
+        Raises:
+            RequestRefused: A server refuses what it is asked.
+            InferenceError: A server died more often than ``max_restarts`` allows, or the call failed too often.
+        """
+        left = max(1, self._config.max_restarts * len(self.replicas))
+        while True:
+            try:
+                return await call()
+            except RequestRefused:
+                raise
+            except InferenceError as error:
+                await self.recover(error)
+                if left == 0:
+                    raise
+                left -= 1
 
     async def pause(self) -> None:
         """Have all servers answer what they are sampling with what there is, and sample nothing until :meth:`resume`.

@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from turnwise.errors import InferenceError, RequestRefused
+from turnwise.errors import InferenceError
 from turnwise.evaluation.result import EvalResult
 from turnwise.evaluation.runner import evaluate
 from turnwise.inference.core import Renderer, WeightManifest
@@ -194,7 +194,7 @@ class TrainRun:
     async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
         """Bring the learner's weights to the servers, as the version of this step; return what that took, as metrics.
 
-        A server that dies meanwhile is started again, and then gets them too.
+        A server that dies meanwhile is started again, and then gets them too, as often as it may.
 
         Args:
             still: Whether the servers answer what they are sampling with what there is, and stand still meanwhile.
@@ -202,13 +202,7 @@ class TrainRun:
         Raises:
             InferenceError: A server refuses them, or died too often.
         """
-        try:
-            manifest = await self._write_weights(still)
-        except RequestRefused:
-            raise
-        except InferenceError as error:
-            await self.fleet.recover(error)
-            manifest = await self._write_weights(still)
+        manifest = await self.fleet.through_deaths(lambda: self._write_weights(still))
         self.state.weight_version = self.state.step
         return {"sync/bytes": float(manifest.nbytes)}
 

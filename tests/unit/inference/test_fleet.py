@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from support.loop_clock import pass_time
-from turnwise.errors import EngineDied, InferenceError
+from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.fleet import Fleet
 
@@ -136,6 +136,50 @@ async def test_one_that_never_starts_again_ends_the_run_with_its_reason() -> Non
         with pytest.raises(EngineDied, match=r"could not be started again: .* does not start"):
             await die_and_recover(fleet, server)
         assert (fleet.restarts, server.failures) == (4, 5)
+
+
+class Call:
+    """Something that all servers take part in; each of its first ``deaths`` attempts kills a server."""
+
+    def __init__(self, servers: list[Server], deaths: int) -> None:
+        self.servers, self.deaths, self.attempts = servers, deaths, 0
+
+    async def __call__(self) -> str:
+        self.attempts += 1
+        if self.attempts <= self.deaths:
+            self.servers[self.attempts % len(self.servers)].die()
+            raise InferenceError("connection reset")
+        return "done"
+
+
+@pytest.mark.parametrize(("number", "most"), [(1, 3), (2, 2)])
+async def test_a_call_lives_through_as_many_deaths_as_are_allowed(number: int, most: int) -> None:
+    async with fleet_of(number, max_restarts=most) as (fleet, servers):
+        call = Call(servers, number * most)
+        assert await fleet.through_deaths(call) == "done"
+        assert (fleet.restarts, call.attempts) == (number * most, number * most + 1)
+
+
+async def test_one_death_too_many_is_what_a_call_tells() -> None:
+    async with fleet_of() as (fleet, servers):
+        call = Call(servers, 2)
+        with pytest.raises(EngineDied, match="max_restarts is 1"):
+            await fleet.through_deaths(call)
+        assert call.attempts == 2
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(InferenceError("no answer"), 2), (RequestRefused("no such key"), 1)])
+async def test_a_call_that_fails_without_a_death_is_not_tried_for_ever(error: InferenceError, attempts: int) -> None:
+    tried: list[int] = []
+
+    async def call() -> None:
+        tried.append(1)
+        raise error
+
+    async with fleet_of() as (fleet, _):
+        with pytest.raises(InferenceError, match=str(error)):
+            await fleet.through_deaths(call)
+        assert (len(tried), fleet.restarts) == (attempts, 0)
 
 
 @pytest.mark.parametrize(("key", "value"), [("max_restarts", -1), ("restart_window", 0.0)])
