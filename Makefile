@@ -128,17 +128,20 @@ $(VLLM_STAMP): .ci/vllm_requirements.py
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
 	@touch $@
 
+# With --prefix npm would not read the machine's own settings (registry, certificates); with a package.json it stays here.
+NPM_INSTALL := echo '{"private": true}' > package.json && npm install --ignore-scripts --no-save --no-audit --no-fund --loglevel=error
+
 # npm asks before it runs install scripts, so Claude Code's is run by name: it puts the program where its stub is.
 $(AGENTS_NPM_DIR)/.turnwise-installed: | real-needs
 	mkdir -p $(AGENTS_NPM_DIR)
-	npm install --prefix $(AGENTS_NPM_DIR) --ignore-scripts --no-save --no-audit --no-fund --loglevel=error $(AGENTS_NPM)
+	cd $(AGENTS_NPM_DIR) && $(NPM_INSTALL) $(AGENTS_NPM)
 	node $(AGENTS_NPM_DIR)/node_modules/@anthropic-ai/claude-code/install.cjs
 	@touch $@
 
 # Its install script is not run: the program that npm chose for this machine stands beside it.
 $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 	mkdir -p $(OPENCODE_DIR)
-	npm install --prefix $(OPENCODE_DIR) --ignore-scripts --no-save --no-audit --no-fund --loglevel=error $(OPENCODE)
+	cd $(OPENCODE_DIR) && $(NPM_INSTALL) $(OPENCODE)
 	ln -sf "$$(ls -d $(CURDIR)/$(OPENCODE_DIR)/node_modules/opencode-linux-*/bin/opencode | head -n 1)" $(OPENCODE_DIR)/opencode
 	@touch $@
 

@@ -78,6 +78,38 @@ def test_ci_runs_every_stage_and_is_a_sound_script() -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "tool", "told", "code"),
+    [
+        ("exit 0", "exit 0", "CI: passed", 0),
+        ("exit 0", "exit 1", "CI: FAILED in style", 1),
+        # Of a stage that a signal ended nothing is known, whatever its last command said.
+        ("kill -TERM $PPID", "exit 0", "CI: FAILED in setup", None),
+    ],
+)
+def test_ci_says_passed_only_when_every_stage_has_passed(
+    tmp_path: Path, make: str, tool: str, told: str, code: int | None
+) -> None:
+    programs = {"bin/make": make, **{f".venv/bin/{name}": tool for name in ("ruff", "mypy", "lint-imports", "python")}}
+    for name, body in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run([str(tmp_path / ".ci" / "run")], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == told
+    assert done.returncode == code if code is not None else done.returncode != 0
+
+
+def test_npm_reads_the_settings_of_the_machine() -> None:
+    # With --prefix it takes that folder for the place of the global settings, too.
+    plan = dry_run("test-real")
+    assert "npm install" in plan
+    assert "--prefix" not in plan
+
+
+@pytest.mark.parametrize(
     ("body", "markers", "status"),
     [
         ("def test_a(): pass", "real", 0),
