@@ -75,7 +75,7 @@ test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a c
 # A skipped test is a failure here: it says that the real thing is missing.
 test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
-	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
+	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
 
 test-again: $(STAMP)

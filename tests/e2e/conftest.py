@@ -8,7 +8,8 @@ import pytest
 
 from support.lookup_run import MODEL, build_model, shared, warm_start
 
-# Files of long tests, the one that takes longest first: with two workers, what begins last decides when all has ended.
+# Files of long and real tests, the one that takes longest first: with two workers, what begins last decides when all
+# has ended.
 LONGEST = (
     "test_main_job", "test_code_repair_job", "test_blackbox_job", "test_calculator_job", "test_langgraph_job",
     "test_long_task", "test_e2e_distill", "test_e2e_crash_victims", "test_e2e_manager", "test_e2e_custom_agents",
@@ -20,8 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests."""
 
     def place(item: pytest.Item) -> int:
-        long = item.get_closest_marker("long") is not None and item.path.stem in LONGEST
-        return LONGEST.index(item.path.stem) if long else len(LONGEST)
+        stem, names = item.path.stem, {mark.name for mark in item.iter_markers()}
+        return LONGEST.index(stem) if stem in LONGEST and names & {"long", "real"} else len(LONGEST)
 
     items.sort(key=place)
 
