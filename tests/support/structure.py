@@ -318,26 +318,26 @@ def headed_docstrings(tree: Tree) -> list[str]:
     return found
 
 
-def broad_handlers(text: str) -> Iterator[tuple[int, bool, str]]:
-    """Yield every handler of everything: its line, whether it raises in all that it does, and its line's text."""
+def broad_handlers(text: str) -> Iterator[tuple[int, str]]:
+    """Yield every handler of everything: its line, and its line's text."""
     lines = text.splitlines()
     for node in ast.walk(parsed(text)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         if any(each is None or (isinstance(each, ast.Name) and each.id in BROAD) for each in caught):
-            yield node.lineno, isinstance(node.body[-1], ast.Raise), lines[node.lineno - 1]
+            yield node.lineno, lines[node.lineno - 1]
 
 
 def unexplained_handlers(tree: Tree) -> list[str]:
-    """Find handlers of everything that do not say, on their line, of which boundary they are.
+    """Find handlers of everything that do not say, on their line, why: of which boundary they are, or what they undo.
 
-    One that raises again needs a comment, any other one ``# noqa: BLE001 - why``.
+    What raises again says so in a comment, anything else in ``# noqa: BLE001 - why``, which ruff asks for.
     """
     found = []
     for path, text in tree.package():
-        for line, raises, said in broad_handlers(text):
-            if not re.search(r"# (noqa: BLE001 - )?(?!noqa)\w+" if raises else r"# noqa: BLE001 - \w+", said):
+        for line, said in broad_handlers(text):
+            if not re.search(r"# (noqa: BLE001 - )?(?!noqa)\w+", said):
                 found.append(f"{path}:{line}: {said.strip()}")
     return found
 

@@ -53,7 +53,7 @@ class _Loop:
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result()
-        except BaseException:
+        except BaseException:  # also Ctrl-C
             # Ctrl-C reaches who waits: what is waited for must not go on behind their back.
             running.cancel()
             raise

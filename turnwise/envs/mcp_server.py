@@ -176,7 +176,7 @@ class EnvServer:
                     raise _failed(error) from error
                 try:
                     await episode.begin()
-                except BaseException as error:
+                except BaseException as error:  # also a cancellation: the episode is closed
                     with suppress(TurnwiseError):
                         await episode.close()
                     if isinstance(error, TurnwiseError):

@@ -53,7 +53,7 @@ class Solver:
             return None
         except TurnwiseError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # an environment's code: what it raises is named as its own
             raise EnvError(f"{self._name}.solve raised {type(error).__name__}: {error}") from error
         self.moves += 1
         return self._message(move)
@@ -105,7 +105,7 @@ def solver_of(env: Env) -> Solver | None:
         solution: Any = env.solve()
     except TurnwiseError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # an environment's code: what it raises is named as its own
         raise EnvError(f"{name}.solve raised {type(error).__name__}: {error}") from error
     if solution is None:
         return None

@@ -218,7 +218,7 @@ async def open_frozen(
     ]
     try:
         await asyncio.gather(*opening)
-    except BaseException:
+    except BaseException:  # also a cancellation: the others are not opened any more
         for task in opening:
             task.cancel()
         raise

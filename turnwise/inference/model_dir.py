@@ -94,7 +94,7 @@ def _tokenizer(path: Path) -> Tokenizer:
         return _slow_tokenizer(path)
     try:
         tokenizer: Any = FastTokenizer.from_file(str(file))
-    except Exception as error:
+    except Exception as error:  # tokenizers raises Exception itself
         raise RenderError(f"{file} is no tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

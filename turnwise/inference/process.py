@@ -124,7 +124,7 @@ class ServerProcess:
             await self._stop(child)
             limit = f"within {self._launch_timeout:g} s (inference.launch_timeout)"
             raise InferenceError(f"the server of {self._what} did not answer {limit}: {self._story(child)}") from None
-        except BaseException:
+        except BaseException:  # also a cancellation: the process is stopped
             await self._stop(child)
             raise
         if line is None:
@@ -156,7 +156,7 @@ class ServerProcess:
         report_read, report_write = os.pipe()
         try:
             lifeline_read, lifeline_write = os.pipe()
-        except BaseException:
+        except OSError:
             os.close(report_read)
             os.close(report_write)
             raise
@@ -172,7 +172,7 @@ class ServerProcess:
                     start_new_session=True,
                     env=environment,
                 )
-        except BaseException:
+        except BaseException:  # whatever stops the start: the pipes are closed
             os.close(report_read)
             os.close(lifeline_write)
             raise
@@ -189,7 +189,7 @@ class ServerProcess:
         except TimeoutError:
             child.signal(signal.SIGKILL)
             await child.ended.wait()
-        except BaseException:
+        except BaseException:  # also a cancellation
             # Whoever waited was cancelled: nobody will see to this process again.
             child.signal(signal.SIGKILL)
             raise

@@ -187,5 +187,5 @@ class ChatTemplate:
                 strftime_now=self.now.strftime,
                 **self.variables,
             )
-        except Exception as error:
+        except Exception as error:  # a template's code may raise anything
             raise RenderError(f"{type(error).__name__}: {error}") from error

@@ -190,7 +190,7 @@ class VLLMReplica(Replica):
         try:
             # Answered once the application takes connections; also the first words of the server's own name for 0.
             await self._control.set_version(self.url, self._weight_version)
-        except BaseException:
+        except BaseException:  # also a cancellation: the server is closed
             await self.close()
             raise
 

@@ -191,7 +191,7 @@ class OutsideManager(RolloutManager):
             inner = await made if inspect.isawaitable(made) else made
         except TurnwiseError:
             raise
-        except Exception as error:
+        except Exception as error:  # a user's class: what it raises is named as its own
             raise ConfigError(f"{KEY} {reference!r}: create failed: {type(error).__name__}: {error}") from error
         finally:
             _CURRENT.reset(token)
@@ -226,7 +226,7 @@ class OutsideManager(RolloutManager):
                 self._started.add(asyncio.ensure_future(started))
         except TurnwiseError:
             raise
-        except Exception as error:
+        except Exception as error:  # a user's class: what it raises is named as its own
             raise TrainError(f"{self._name}.generate_sequences raised {type(error).__name__}: {error}") from error
         finally:
             _CURRENT.reset(token)
@@ -287,7 +287,7 @@ class OutsideManager(RolloutManager):
             found = frozenset((await ended if inspect.isawaitable(ended) else ended) or ())
         except TurnwiseError:
             raise
-        except Exception as error:
+        except Exception as error:  # a user's class: what it raises is named as its own
             raise TrainError(f"{self._name}.cancel raised {type(error).__name__}: {error}") from error
         if self._current.handed_out is not None:
             self._current.handed_out.forget(found)

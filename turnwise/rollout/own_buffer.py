@@ -96,7 +96,7 @@ class OwnBuffer(ReplayBuffer):
                 found = await self._asked(global_steps, partition_id, batch_size)
         except TurnwiseError:
             raise
-        except Exception as error:
+        except Exception as error:  # a user's class: what it raises is named as its own
             raise TrainError(
                 f"{self._name}.sample raised {type(error).__name__} at step {global_steps}: {error}"
             ) from error

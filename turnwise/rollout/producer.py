@@ -115,7 +115,7 @@ class RolloutProducer(RolloutManager):
         if config.remote is not None:
             try:
                 remote = await RemoteRunners.start(config.remote, runner.gateway, parts.notify)
-            except BaseException:
+            except BaseException:  # also a cancellation: the runner is closed
                 await runner.close()
                 raise
         return cls(config, runner, buffer, parts, threads, rewarder, remote)

@@ -163,7 +163,7 @@ class EpisodeRunner:
         try:
             await self._toolbox.tools()
             await self._sandboxes.check()
-        except BaseException:
+        except BaseException:  # also a cancellation: what was opened is closed
             await self.close()
             raise
         try:
@@ -246,7 +246,7 @@ class EpisodeRunner:
                 try:
                     async with run.sessions.acting():
                         await agent.run(episode)
-                except Exception as error:
+                except Exception as error:  # an agent's code may wrap a spent budget in anything
                     spent = _budget_spent(error)
                     if spent is None:
                         raise
@@ -297,7 +297,7 @@ class EpisodeRunner:
             env = make(name, **{**(self._config.env.config if configured else {}), **own})
         except TurnwiseError:
             raise
-        except Exception as error:
+        except Exception as error:  # an environment's code: what it raises is named as its own
             raise EnvError(f"environment {name!r} cannot be made: {type(error).__name__}: {error}") from error
         if tools:
             env.add_tools(tools)

@@ -189,7 +189,7 @@ class EpisodeSessions:
         try:
             try:
                 yield
-            except Exception as error:
+            except Exception as error:  # an agent's code may wrap a failure of its session in anything
                 failure = self._failure()
                 if failure is not None:
                     raise failure from error

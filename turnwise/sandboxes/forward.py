@@ -72,7 +72,7 @@ class Reaching:
             relays[host, port] = Relay(listener, host, port)
             try:
                 await relays[host, port].open()
-            except BaseException:
+            except BaseException:  # also a cancellation: the listener is closed
                 relays.pop((host, port), None)
                 listener.close()
                 raise

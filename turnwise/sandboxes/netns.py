@@ -70,7 +70,7 @@ async def listen_in(pid: int, port: int = 0) -> socket.socket:
         try:
             async with asyncio.timeout(_SECONDS):
                 _, said = await process.communicate()
-        except BaseException:
+        except BaseException:  # also a time-out or a cancellation: the process is killed
             if process.returncode is None:
                 process.kill()
                 await process.wait()

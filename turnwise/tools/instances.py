@@ -78,7 +78,7 @@ class Instances:
                         f"{type(tool).__qualname__}.create returned {made!r}: it must return (instance_id, "
                         "ToolResponse)"
                     )
-            except BaseException:
+            except BaseException:  # also a cancellation: the instances made before are released
                 await self.release()
                 raise
             self._ids[name] = made[0]

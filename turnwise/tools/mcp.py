@@ -75,7 +75,7 @@ class MCPServer:
         self._of_episodes[episode] = (connection, users + 1)
         try:
             await connection.open()
-        except BaseException:
+        except BaseException:  # also a cancellation: the episode leaves the connection
             await self.leave(episode)
             raise
 

@@ -228,7 +228,7 @@ class Connection:
         try:
             waiting: set[asyncio.Future[Any]] = {ready, self._keeper}
             await asyncio.wait(waiting, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-        except BaseException:
+        except BaseException:  # also a cancellation: the connection is ended
             self._keeper.cancel()
             await self._end()
             raise
@@ -294,7 +294,7 @@ class _Watched:
     async def receive(self) -> Any:
         try:
             return await self._stream.receive()
-        except BaseException:
+        except BaseException:  # whatever the transport raises ends the stream
             self._gone.set()
             raise
 
@@ -307,7 +307,7 @@ class _Watched:
     async def __anext__(self) -> Any:
         try:
             return await self._stream.__anext__()
-        except BaseException:
+        except BaseException:  # whatever the transport raises ends the stream
             self._gone.set()
             raise
 

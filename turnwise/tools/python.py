@@ -106,7 +106,7 @@ class PythonTool(SandboxTool[Place]):
                 reply = Reply(reply.output + last.output, last.note, last.ended)
             if reply.note is None:
                 return await self._restart(place, program, reply, timeout, timed_out=timed_out), None, {}
-        except BaseException:
+        except BaseException:  # also a cancellation
             # Given up in the middle: whatever is read next would be read as the answer to something else.
             await self.leave(place)
             raise

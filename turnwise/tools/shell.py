@@ -185,7 +185,7 @@ class ShellSession:
             if timed_out:
                 asked = await self._stop(shell)
                 output += asked.output
-        except BaseException:
+        except BaseException:  # also a cancellation
             # Given up in the middle: whatever is read next would be read as the answer to something else.
             await self.close()
             raise
@@ -223,7 +223,7 @@ class ShellSession:
         shell = Dialogue(process, self._limit)
         try:
             reply = await self._ask(shell, _SETUP, _START_S)
-        except BaseException:
+        except BaseException:  # also a cancellation: the shell is closed
             await shell.close()
             raise
         if reply.note is None:

@@ -135,7 +135,7 @@ class CheckpointStore:
                 f"checkpoint {final} cannot be written: {error}; the ones before are untouched: make room (or set "
                 "checkpoint.keep), and the same command goes on"
             ) from error
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the draft is removed
             shutil.rmtree(draft, ignore_errors=True)
             raise
         return final

@@ -63,7 +63,7 @@ class HookCalls:
         for each in classes:
             try:
                 made.append(each())
-            except Exception as error:
+            except Exception as error:  # a user's hook: what it raises is named as its own
                 raise TrainError(_said(each, "__init__", error)) from error
         return cls(made, run)
 
@@ -82,7 +82,7 @@ class HookCalls:
         try:
             await self._call("on_train_begin")
             yield
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the run is shown to the hooks first
             self._error = error
             for text in await self._end():
                 # What ended the run is what its caller is told; this must not hide it.
@@ -202,7 +202,7 @@ class HookCalls:
             found = CALLS[name](hook)
             if inspect.isawaitable(found):
                 await found
-        except Exception as error:
+        except Exception as error:  # a user's hook: what it raises is named as its own
             raise TrainError(_said(type(hook), name, error)) from error
         # A hook may have put others in their place.
         self._metrics = hook.metrics

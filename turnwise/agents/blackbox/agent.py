@@ -284,7 +284,7 @@ class BlackBoxAgent(Agent):
             program = await Program.start(
                 argv, env=env, cwd=places.work, stdin=stdin, most_output=most, on_line=on_line
             )
-        except BaseException:
+        except BaseException:  # also a cancellation: the folders are removed
             places.remove()
             raise
         return program, places.remove

@@ -134,7 +134,7 @@ class Program:
         program = cls(process, mark, stdout, stderr)
         try:
             await program._begin({"argv": list(argv), "cwd": str(cwd), "env": {**env, MARK: mark}})
-        except BaseException:
+        except BaseException:  # also a cancellation: the process is ended
             await program.end()
             raise
         return program

@@ -58,7 +58,7 @@ class Worker:
         self._lines, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.Protocol, file)
         try:
             self._program, self._ended = await start(read, self._read)
-        except BaseException:
+        except BaseException:  # also a cancellation: the pipe is closed
             self._hang_up()
             raise
 
@@ -128,7 +128,7 @@ class Workers:
             worker = await self._one()
             try:
                 yield worker
-            except BaseException:
+            except BaseException:  # also a cancellation: a worker in the middle of a call is not reused
                 await worker.end()
                 raise
             if worker.program.running:

@@ -104,7 +104,7 @@ class LangGraphAgent(Agent):
         except GraphRecursionError:
             if not episode.ended:
                 episode.finish(StopReason.MAX_TURNS)
-        except Exception as error:
+        except Exception as error:  # a graph's code wraps what failed in a session or tool
             if run.failure is not None and run.failure is not error:
                 raise run.failure from error
             raise

@@ -162,7 +162,7 @@ class Exam:
             with contextlib.suppress(TurnwiseError):
                 await self._worker.run(invoke(env, "close"), min(self.of.timeout, _LAST_S), "close")
             raise
-        except BaseException:
+        except BaseException:  # also a cancellation: the environment is closed
             await self._close(env)
             raise
         await self._close(env)
@@ -239,7 +239,7 @@ async def made(source: EnvSource, toolbox: Toolbox | None = None) -> Env:
         found: Any = source()
     except TurnwiseError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # an environment's code: what it raises is named as its own
         raise EnvError(f"the constructor raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Env):
         raise EnvError(f"{brief(source)} made {brief(found)}: it must make an environment (a turnwise.Env)")

@@ -95,7 +95,7 @@ class Store:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
-            except BaseException:
+            except BaseException:  # any end of the block undoes its writes
                 self._connection.execute("ROLLBACK")
                 raise
             self._connection.execute("COMMIT")

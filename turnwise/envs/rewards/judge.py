@@ -85,7 +85,7 @@ class Question:
         """
         try:
             return self._template.render(values)
-        except Exception as error:
+        except Exception as error:  # a user's template: what it raises is named as its own
             raise EnvError(f"judge: the template raised {type(error).__name__}: {error}") from error
 
 

@@ -51,7 +51,7 @@ class PerLoop(Generic[T]):
         try:
             # Shielded: who waits may be cancelled, others wait for the same value.
             return await asyncio.shield(held.opened)
-        except BaseException:
+        except BaseException:  # also a cancellation: what could not be opened is opened anew
             if held.opened.done() and self._held.get(loop) is held:
                 del self._held[loop]
             raise

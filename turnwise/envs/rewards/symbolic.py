@@ -151,7 +151,7 @@ class _Pool:
                 writer.write(request)
                 await writer.drain()
             return await reader.readline()
-        except BaseException:
+        except BaseException:  # also a cancellation
             # Nobody waits for this answer any more, and the next one must not be taken for it.
             _kill(process)
             self._all.discard(process)

@@ -166,7 +166,7 @@ def _place(session: TextSession, asked: Asked) -> list[Placed]:
     try:
         while len(placed) < asked.n:
             placed.append(session.place(asked.messages, asked.tools))
-    except BaseException:
+    except BaseException:  # all or none of the turns are placed
         session.withdraw(placed)
         raise
     return placed

@@ -139,7 +139,7 @@ class TextSession(Session):
         placed = self._open(messages, tools, params, fork)
         try:
             answered = await self._ask(messages, tuple(tools or ()), params or self.params)
-        except BaseException as error:
+        except BaseException as error:  # also a cancellation: the pending turn is withdrawn
             self.withdraw([placed])
             if isinstance(error, InferenceError):
                 self.fail(error)

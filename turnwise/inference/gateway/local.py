@@ -187,7 +187,7 @@ class LocalGateway:
         """Answer an open door's session at another socket, too; see :meth:`Door.answer_at`."""
         try:
             hatch = await Hatch.open(self._plain, door.entry.token, listener, self._sessions.limits)
-        except BaseException:
+        except BaseException:  # also a cancellation: the socket is closed
             listener.close()
             raise
         self._hatches.setdefault(door.entry.token, []).append(hatch)

@@ -87,7 +87,7 @@ class Commands:
             return None, out, err
         except SandboxDied:
             raise
-        except BaseException:
+        except BaseException:  # also a cancellation
             # Whoever waits for it does no more, or an output takes no more.
             await self._end_shielded(running)
             raise
@@ -117,7 +117,7 @@ class Commands:
                     code = await self._outcome(running)
                     raise SandboxDied(f"the command did not start (exit code {code}): {said.decode(errors='replace')}")
                 said += b"".join(piece for _, piece in pieces)
-        except BaseException:
+        except BaseException:  # also a cancellation: the command is ended
             if not running.stream or not running.stream.ended:
                 await self._end_shielded(running)
             self.forget(running)

@@ -95,7 +95,7 @@ class DockerSandbox(Sandbox):
             if self._ready is not None:
                 await self._ready()
             await self._start()
-        except BaseException:
+        except BaseException:  # also a cancellation: the container is removed
             await asyncio.shield(asyncio.create_task(self._remove()))
             raise
         assert self._keeper.capabilities is not None
@@ -213,7 +213,7 @@ class DockerSandbox(Sandbox):
         made._own_snapshot = snapshot
         try:
             await made.start()
-        except BaseException:
+        except BaseException:  # also a cancellation: the copy is closed
             await made.close()
             raise
         return made

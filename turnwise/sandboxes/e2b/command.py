@@ -108,7 +108,7 @@ class Running:
                 )
         except SandboxFileNotFound:
             raise
-        except BaseException:
+        except BaseException:  # also a cancellation: the command is ended
             await asyncio.shield(made.end())
             raise
         return made

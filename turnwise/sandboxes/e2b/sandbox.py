@@ -89,7 +89,7 @@ class E2BSandbox(Sandbox):
         self._refresh = asyncio.create_task(self._refreshed(self._sdk))
         try:
             await self._furnish()
-        except BaseException:
+        except BaseException:  # also a cancellation: the sandbox is closed
             await asyncio.shield(self.close())
             raise
 

@@ -103,7 +103,7 @@ class LocalBackend(SandboxBackend):
             self._state = made
             try:
                 found = await ladder.climb(self, self._wanted, self._uid, self._without)
-            except BaseException:
+            except BaseException:  # also a cancellation: the launcher is closed, its folder removed
                 self._state = None
                 await self.launcher.close()
                 shutil.rmtree(made, ignore_errors=True)

@@ -119,7 +119,7 @@ class Channel:
         self._open[name] = made
         try:
             await self.send({**message, "id": name}, fds)
-        except BaseException:
+        except BaseException:  # also a cancellation: no answer is waited for
             self._open.pop(name, None)
             raise
         return made
@@ -211,7 +211,7 @@ def in_memory(data: bytes) -> int:
         while view:
             view = view[os.write(fd, view) :]
         os.lseek(fd, 0, os.SEEK_SET)
-    except BaseException:
+    except OSError:
         os.close(fd)
         raise
     return fd

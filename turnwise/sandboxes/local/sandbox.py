@@ -81,7 +81,7 @@ class LocalSandbox(Sandbox):
         origin = self._backend.origin(self)
         try:
             await self._launch(plans.plan(self._backend.rung, self.spec, self._backend.place(self.id), origin))
-        except BaseException:
+        except BaseException:  # also a cancellation: the sandbox is closed
             await self.close()
             raise
 
@@ -127,7 +127,7 @@ class LocalSandbox(Sandbox):
                 given.append(writing)
             try:
                 request = await channel.request(message | {"spawned": False}, given)
-            except BaseException:
+            except BaseException:  # also a cancellation: the streams are closed
                 self._release(streams)
                 raise
         timed_out = False
@@ -147,7 +147,7 @@ class LocalSandbox(Sandbox):
         except Refused as refused:
             self._release(streams)
             return commands.refused(refused, command, cwd, time.monotonic() - began)
-        except BaseException:
+        except BaseException:  # also a cancellation: the streams are closed
             self._release(streams)
             raise
         for each in streams:
@@ -168,7 +168,7 @@ class LocalSandbox(Sandbox):
             message = commands.message(command, self._inside(cwd or "."), env) | {"streams": [0, 1, 1], "spawned": True}
             request = await channel.request(message, [inner_in, inner_out])
             await request.started
-        except BaseException as error:
+        except BaseException as error:  # also a cancellation: the pipes are closed
             os.close(stdin)
             os.close(output)
             if isinstance(error, Refused):
@@ -222,7 +222,7 @@ class LocalSandbox(Sandbox):
             reading, writing = os.pipe2(os.O_CLOEXEC)
             try:
                 request = await self._alive().request({"op": "unpack", "path": self._inside(target)}, [reading])
-            except BaseException:
+            except BaseException:  # also a cancellation: the pipe is closed
                 os.close(writing)
                 raise
             finally:
@@ -248,7 +248,7 @@ class LocalSandbox(Sandbox):
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             request = await self._alive().request({"op": "pack", "path": self._inside(source)}, [writing])
-        except BaseException:
+        except BaseException:  # also a cancellation: the pipe is closed
             os.close(reading)
             raise
         finally:
@@ -283,7 +283,7 @@ class LocalSandbox(Sandbox):
         request = await self._alive().request({"op": "listen", "port": port})
         try:
             await self._served(request, f"port {port}", 0)
-        except BaseException as error:
+        except BaseException as error:  # also a cancellation: what was handed over is closed
             if request.handed >= 0:
                 os.close(request.handed)
             if isinstance(error, SandboxFileError):

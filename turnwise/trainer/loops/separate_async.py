@@ -56,7 +56,7 @@ async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
             ask_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
             learned.append(await learn(run, batch, apart, part=len(sizes) > 1))
             trained = Trained.now(run)
-    except BaseException:
+    except BaseException:  # also a cancellation: what was learned is kept
         if _any(learned) and not run.torn:
             _end_here(run, learned, trained)
         raise

@@ -214,7 +214,7 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
     try:
         with run.timeline.span(SYNC, run.state.step):
             sent = await run.sync_weights(still=still)
-    except BaseException:
+    except BaseException:  # also a cancellation
         # The step is made, and is saved: the log must not lack it because its weights did not get further.
         run.log(measured(run, parts, began))
         raise
