@@ -1,14 +1,11 @@
-"""Formulas by name, and their options, checked against the function's own signature.
-
-Owns: :func:`find` (a registered name, or a user's function by reference), :func:`enter` (a new name), :func:`bind` and
-:class:`Chosen` (a function with checked options, and what it reads by name). Refuses: the formulas.
-"""
+"""Functions and classes by name: registered names, references, and options checked against the signature."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +51,10 @@ def find(name: str, known: Mapping[str, Any], key: str) -> Any:
     if name in known:
         return known[name]
     if ":" not in name and "." not in name:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        close = nearest(name, known)
+        hint = f"did you mean {close!r}? " if close else ""
         raise RegistryError(
-            f"{key} is {name!r}; {hint}known: {', '.join(sorted(known))}, or a function of your own as pkg.mod:function"
+            f"{key} is {name!r}; {hint}known: {', '.join(sorted(known))}, or a custom one as pkg.mod:function"
         )
     try:
         found = load_object(name, key)
@@ -66,6 +63,13 @@ def find(name: str, known: Mapping[str, Any], key: str) -> Any:
     if not callable(found):
         raise RegistryError(f"{key} is {name!r}, which is a {type(found).__name__}; it must be a function")
     return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is closest to a name, whatever its case and underscores; None where none is close."""
+    plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in known}
+    close = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), plain, n=1)
+    return plain[close[0]] if close else None
 
 
 def enter(

@@ -1,0 +1,1 @@
+"""From finished groups to training rows: rewards, advantages, value targets."""
