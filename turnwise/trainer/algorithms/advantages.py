@@ -521,7 +521,7 @@ class StepAdvantages:
         row[sampled] = advantages[self.token_starts[number][turns] + np.arange(len(turns)) - first[inverse]]
         return row
 
-    def metrics(self) -> dict[str, float]:
+    def group_metrics(self) -> dict[str, float]:
         """Return how many groups have a gradient, and the spread over turns where credit tells turns apart."""
         metrics = {
             "reward/informative": (len(self.dead) - sum(self.dead)) / max(1, len(self.dead)),
@@ -577,8 +577,8 @@ def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Chosen)
 
 def _of_trajectories(rewards: StepRewards, credit: TrajectoryCredit, estimator: Chosen) -> StepAdvantages:
     """Return the advantages of whole trajectories, shared out among their turns."""
-    data = {"lengths": rewards.lengths, "components": rewards.components, "baselines": rewards.baselines}
-    result = estimator(rewards.totals, torch.tensor(rewards.groups, dtype=torch.int64), **data)
+    estimate = estimator.with_data(lengths=rewards.lengths, components=rewards.components, baselines=rewards.baselines)
+    result = estimate(rewards.totals, torch.tensor(rewards.groups, dtype=torch.int64))
     if not isinstance(result, Advantages) or result.values.shape != rewards.totals.shape:
         raise TrainError(
             f"algorithm.advantage {estimator.name!r} returned {shown(result)}; it must return "

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, create_model
@@ -34,7 +35,11 @@ class Chosen:
 
     def __call__(self, *arguments: Any, **data: Any) -> Any:
         """Call the function with its arguments, its options, and of ``data`` what it reads."""
-        return self.function(*arguments, **{name: data[name] for name in self.reads}, **self.options)
+        return self.with_data(**data)(*arguments)
+
+    def with_data(self, **data: Any) -> Callable[..., Any]:
+        """Return the function with its options, and of ``data`` what it reads, filled in."""
+        return partial(self.function, **{name: data[name] for name in self.reads}, **self.options)
 
 
 def find(name: str, known: Mapping[str, Any], key: str) -> Any:
@@ -67,8 +72,10 @@ def find(name: str, known: Mapping[str, Any], key: str) -> Any:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is closest to a name, whatever its case and underscores; None where none is close."""
-    plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in known}
-    close = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), plain, n=1)
+    plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in sorted(known)}
+    meant = re.sub(r"[^a-z0-9]", "", name.lower())
+    longer = [each for each in plain if len(meant) > 2 and each.startswith(meant)]
+    close = sorted(longer, key=len) or difflib.get_close_matches(meant, plain, n=1)
     return plain[close[0]] if close else None
 
 

@@ -146,7 +146,7 @@ def build_experience(
     if values is None:
         credit = assign_credit(trajectories, rewards, config.credit)
         advantages = estimate_advantages(rewards, credit, estimator)
-        metrics = advantages.metrics()
+        metrics = advantages.group_metrics()
         rows = [
             TrainRow(sample, advantages.of_row(number, sample), temperature=temperature)
             for number, (own, dead) in enumerate(zip(samples, advantages.dead, strict=True))
