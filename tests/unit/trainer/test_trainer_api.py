@@ -229,7 +229,7 @@ OLD = {
     "GRPO": "grpo", "DrGRPO": "dr_grpo", "RLOO": "rloo", "ReinforcePlusPlus": "reinforce_plus_plus",
     "ReinforcePlusPlusBaseline": "reinforce_plus_plus_baseline", "OPO": "opo", "GPG": "gpg", "PassK": "passk",
     "GDPO": "gdpo", "PPO": "ppo", "ReMax": "remax", "GSPO": "gspo", "GMPO": "gmpo", "CISPO": "cispo", "SAPO": "sapo",
-    "ClipCov": "clip_cov", "KLCov": "kl_cov", "DPPO": "dppo_tv", "DRO": "dro",
+    "ClipCov": "clip_cov", "KLCov": "kl_cov", "DPPO": "dppo_(kl|tv)", "DRO": "dro",
 }  # fmt: skip
 
 

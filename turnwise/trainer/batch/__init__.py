@@ -1,1 +1,1 @@
-"""From finished groups to training rows: rewards, advantages, value targets."""
+"""From finished groups to the training rows of a step."""
