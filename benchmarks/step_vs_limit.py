@@ -150,7 +150,7 @@ def prepare(workload: Workload) -> tuple[Callable[[], object], int, dict[str, in
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from turnwise.trainer.algorithm import AlgorithmConfig
+    from turnwise.trainer.algorithms.config import AlgorithmConfig
     from turnwise.trainer.config import BatchConfig, PolicyConfig
     from turnwise.trainer.engines.torch import TorchLearner
     from turnwise.trainer.policy import Policy, check_packable

@@ -45,35 +45,15 @@ if TYPE_CHECKING:
     )
     from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
     from turnwise.tools import BaseTool, OutputLimit, ToolResponse, function_tool
-    from turnwise.trainer.advantages import register_advantage
-    from turnwise.trainer.algorithms import (
-        CISPO,
-        DPPO,
-        DRO,
-        GDPO,
-        GMPO,
-        GPG,
-        GRPO,
-        GSPO,
-        OPO,
-        PPO,
-        RLOO,
-        SAPO,
-        Algorithm,
-        ClipCov,
-        DrGRPO,
-        KLCov,
-        PassK,
-        ReinforcePlusPlus,
-        ReinforcePlusPlusBaseline,
-        ReMax,
-    )
+    from turnwise.trainer.algorithms.advantages import register_advantage
+    from turnwise.trainer.algorithms.config import AlgorithmConfig
+    from turnwise.trainer.algorithms.custom_algorithm import Algorithm
+    from turnwise.trainer.algorithms.losses import register_loss
     from turnwise.trainer.api import Trainer
     from turnwise.trainer.collate import collate_padded
     from turnwise.trainer.config import TrainConfig
     from turnwise.trainer.engines import register_engine
     from turnwise.trainer.hooks import Hooks
-    from turnwise.trainer.losses import register_loss
     from turnwise.trainer.offline.config import DPOConfig, RewardModelConfig, SFTConfig
     from turnwise.trainer.offline.dpo import run_dpo
     from turnwise.trainer.offline.reward_model import run_reward_model
@@ -110,15 +90,13 @@ _HOMES = {
     ),
     "tasks": ("SourceConfig", "Task", "iter_tasks", "load_tasks"),
     "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
-    "trainer.advantages": ("register_advantage",),
+    "trainer.algorithms.advantages": ("register_advantage",),
+    "trainer.algorithms.config": ("AlgorithmConfig",),
+    "trainer.algorithms.custom_algorithm": ("Algorithm",),
+    "trainer.algorithms.losses": ("register_loss",),
     "trainer.engines": ("register_engine",),
     "trainer.hooks": ("Hooks",),
-    "trainer.losses": ("register_loss",),
     "trainer.collate": ("collate_padded",),
-    "trainer.algorithms": (
-        "Algorithm", "CISPO", "ClipCov", "DPPO", "DRO", "DrGRPO", "GDPO", "GMPO", "GPG", "GRPO", "GSPO", "KLCov", "OPO",
-        "PPO", "PassK", "RLOO", "ReMax", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "SAPO",
-    ),
     "trainer.api": ("Trainer",),
     "trainer.config": ("TrainConfig",),
     "trainer.offline.config": ("DPOConfig", "RewardModelConfig", "SFTConfig"),
@@ -132,30 +110,17 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "CISPO",
-    "DPPO",
-    "DRO",
-    "GDPO",
-    "GMPO",
-    "GPG",
-    "GRPO",
-    "GSPO",
-    "OPO",
-    "PPO",
-    "RLOO",
-    "SAPO",
     "Agent",
     "AgentError",
     "Algorithm",
+    "AlgorithmConfig",
     "BaseTool",
     "BlackBoxAgent",
     "BudgetSpent",
     "ChatTurnwise",
-    "ClipCov",
     "Completion",
     "ConfigError",
     "DPOConfig",
-    "DrGRPO",
     "Env",
     "EnvError",
     "EnvSpec",
@@ -164,18 +129,13 @@ __all__ = [
     "EvalResult",
     "Hooks",
     "InferenceError",
-    "KLCov",
     "LLMClient",
     "LangGraphAgent",
     "LocalReplayBuffer",
     "Message",
     "MultiAgentEnv",
     "OutputLimit",
-    "PassK",
     "ReActAgent",
-    "ReMax",
-    "ReinforcePlusPlus",
-    "ReinforcePlusPlusBaseline",
     "RenderError",
     "Renderer",
     "ReplayBuffer",

@@ -13,11 +13,11 @@ from torch import Tensor
 from harness.prefix_samples import Group, groups
 from harness.trl_config import grpo_config
 from harness.trl_gate import Gate
-from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.policy import Policy
 from turnwise.trainer.update import update_policy

@@ -35,11 +35,11 @@ from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.strategies import Arrival
 from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import HeldOrder, load_tasks
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.batch.experience import Experience, build_experience, collect
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.data import TaskStream
 from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.experience import Experience, build_experience, collect
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.update import update_policy
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter

@@ -28,9 +28,9 @@ from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
 from turnwise.inference.ledger import read_ledger
 from turnwise.rollout.batches import read_batches
-from turnwise.trainer.aggregation import weigh
+from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trajectory import Segment, TrainSample, to_samples
 from turnwise.types import ToolCall, as_ids

@@ -33,8 +33,8 @@ class MyEngine(TorchLearner):
 """
 LOSS = """
 from turnwise import register_advantage, register_loss
-from turnwise.trainer.advantages import grpo
-from turnwise.trainer.losses import LossSums
+from turnwise.trainer.algorithms.advantages import grpo
+from turnwise.trainer.algorithms.losses import LossSums
 
 @register_loss("mine")
 def my_loss(logprobs, old_logprobs, advantages, weights, *, scale: float = 1.0):

@@ -50,7 +50,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_an_agent_a_dataset_and_an_algorithm(settings: dict[str, Any], tmp_path: Path) -> None:
-    algorithm = turnwise.GSPO(clip_low=3e-4, clip_high=4e-4, minibatches=2)
+    algorithm = turnwise.Algorithm(loss="gspo", clip_low=3e-4, clip_high=4e-4, minibatches=2)
     trainer = turnwise.Trainer({**settings, "runs": tmp_path}, algorithm=algorithm, n_runners=4, console=silent())
     summary = trainer.fit(short_answers, ROWS, val_dataset=ROWS[:2])
     assert (summary.steps, summary.ended_by, summary.directory) == (1, "steps", tmp_path / "short-answers")

@@ -145,7 +145,7 @@ def _reachable(edges: dict[str, set[str]], start: str) -> set[str]:
 
 def test_numbers_between_the_blocks_are_numbers_of_the_blocks(page: str) -> None:
     quoted = set(NUMBER.findall("\n".join(block.text for block in blocks.read(page))))
-    prose = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.DOTALL)
+    prose = re.sub(r"```.*?```|<!--.*?-->|^\d+\. ", "", page, flags=re.DOTALL | re.MULTILINE)
     found = {number for number in NUMBER.findall(prose) if float(number.replace(",", "")) > 4}
     assert len(found) > 5
     assert found <= quoted

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.packing import TrainRow, pack

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from turnwise.config import load_config
-from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.experience import Experience, build_experience, collect
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.batch.experience import Experience, build_experience, collect
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 TOKENS = 3

@@ -11,8 +11,8 @@ import torch
 
 import turnwise
 from support.lookup_envs import Graded
+from turnwise.trainer.algorithms.losses import LossSums, ppo_clip_loss
 from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.losses import LossSums, ppo_clip_loss
 
 FAILS: list[int] = []
 """The updates of this process that fail, by their number, from 1."""

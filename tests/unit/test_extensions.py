@@ -14,9 +14,9 @@ from turnwise.cli import main
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.extensions import CHOSEN, MODULES, load_extensions
-from turnwise.trainer.advantages import ADVANTAGES, register_advantage
-from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.losses import LOSSES, Loss, LossSums, find_loss, ppo_clip_loss, register_loss
+from turnwise.trainer.algorithms.advantages import ADVANTAGES, register_advantage
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.losses import LOSSES, Loss, LossSums, find_loss, ppo_clip_loss, register_loss
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def package(folder: Path, name: str, code: str, *, entry: str | None = None) -> 
 
 
 LOSS = """
-from turnwise.trainer.losses import LossSums, register_loss
+from turnwise.trainer.algorithms.losses import register_loss, LossSums
 
 @register_loss({name!r})
 def negative(logprobs, old_logprobs, advantages, weights, *, scale: float = 1.0):

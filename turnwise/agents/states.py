@@ -1,6 +1,6 @@
 """What an environment calls the states that its moves are made in: ``info["state"]`` of ``reset`` and ``step``.
 
-Owns: where such a name is kept, by session and turn. Refuses: comparing turns by it (``trainer/credit``).
+Owns: where such a name is kept, by session and turn. Refuses: comparing turns by it (``trainer/algorithms/credit.py``).
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from turnwise.config import load_config
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, shown
 from turnwise.references import reference_to
-from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.algorithms import Algorithm, as_algorithm, call_run
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.custom_algorithm import Algorithm, as_algorithm, call_run
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.datasets import Dataset, task_config
 from turnwise.trainer.dry_run import DryRun, dry_run
@@ -119,9 +119,9 @@ class Trainer:
         so does ``turnwise train runs/NAME/config.yaml`` (an algorithm of your own aside, which only this call knows).
 
         Args:
-            algorithm: What is learned, and how: ``turnwise.GRPO()``, a name, an object with ``async def run``, an async
-                function; by default what the configuration says. An agent may stand in its place, as
-                Agent-Lightning has it.
+            algorithm: A name (``"grpo"``, ``"gspo"``, ``"ppo"``), an ``AlgorithmConfig``, an object with
+                ``async def run`` or an async function; by default what the configuration says. An agent may stand in
+                its place, as Agent-Lightning has it.
             train_dataset: Tasks or dicts, a Hugging Face dataset, a generator, a function or a source as ``tasks:``
                 takes it; by default what the configuration says.
             val_dataset: The same, held out and evaluated.

@@ -20,7 +20,7 @@ from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.rollout.tail import Tail
 from turnwise.tasks import TasksConfig
 from turnwise.tasks.curriculum import CurriculumConfig
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch_config import BatchConfig, check_leftover
 from turnwise.trainer.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
 from turnwise.trainer.checkpoint_config import CheckpointConfig

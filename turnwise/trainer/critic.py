@@ -1,7 +1,8 @@
 """The critic: what is to be expected from the state before a sampled token on.
 
 Owns: :class:`Critic`, a value head with a model of its own or on the policy's, its optimizer and its files; and
-:class:`ValueObjective`. Refuses: advantages and returns (``expectations.py``), and when to update (``update.py``).
+:class:`ValueObjective`. Refuses: advantages and returns (``batch/value_targets.py``), and when to update
+(``update.py``).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError, TrainError
+from turnwise.trainer.algorithms.losses import LossSums, value_loss
+from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.config import CriticConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner, pick_device
 from turnwise.trainer.learner import Learner, Stats, StepResult
-from turnwise.trainer.losses import LossSums, value_loss
 from turnwise.trainer.model_words import check_words
-from turnwise.trainer.objectives import Objective
 from turnwise.trainer.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.policy import Policy, TokenScores, load_model, load_weights

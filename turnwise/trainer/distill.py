@@ -18,9 +18,9 @@ import numpy.typing as npt
 from turnwise.errors import ConfigError, InferenceError, RenderError
 from turnwise.inference.frozen import FrozenConfig, FrozenPolicies, FrozenPolicy
 from turnwise.inference.model_dir import read_model_dir
-from turnwise.trainer.algorithm import DistillConfig
-from turnwise.trainer.experience import Experience
-from turnwise.trainer.losses.core import MAX_LOG_RATIO
+from turnwise.trainer.algorithms.config import DistillConfig
+from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
+from turnwise.trainer.batch.experience import Experience
 from turnwise.trajectory import TrainSample
 
 Scores = npt.NDArray[np.float32]

@@ -32,10 +32,10 @@ from turnwise.tasks import SourceReport, Task, load_mix, open_order
 from turnwise.tools.core import Tool
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.media import check_media
+from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.budget import Budget
 from turnwise.trainer.checkpoint import CheckpointStore
 from turnwise.trainer.config import PolicyConfig, TrainConfig
-from turnwise.trainer.credit import load_credit
 from turnwise.trainer.distill import check_teacher
 from turnwise.trainer.engines.torch import pick_device
 from turnwise.trainer.hooks import load_hooks

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.inference.core import AdapterInfo
+from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.config import PolicyConfig
-from turnwise.trainer.objectives import Objective
 from turnwise.trainer.packing import MicroBatch
 
 

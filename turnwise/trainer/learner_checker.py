@@ -18,8 +18,8 @@ from torch import Tensor
 
 from turnwise.errors import TurnwiseError
 from turnwise.inference.weights import read_weights, write_weights
+from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.learner import Learner
-from turnwise.trainer.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.policy import load_model
 from turnwise.trainer.prefix_tree import SHORTEST_SHARED

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import ConfigError
+from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, charge
+from turnwise.trainer.algorithms.rewards import RowKey
+from turnwise.trainer.batch.experience import Collected
 from turnwise.trainer.batch_config import BatchConfig
 from turnwise.trainer.config import ModelConfig, TrainConfig
 from turnwise.trainer.engines.torch import pick_device
-from turnwise.trainer.experience import Collected
-from turnwise.trainer.kl import KLConfig, KLControl, KLTerm, RowKey, charge
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.model_words import check_words
 from turnwise.trainer.packing import MicroBatch, TrainRow

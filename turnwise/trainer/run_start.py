@@ -18,9 +18,9 @@ from turnwise.inference.frozen import load_renderers
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.replay_setup import check_replay
 from turnwise.tasks import Task
+from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, restore_rng
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.credit import load_credit
 from turnwise.trainer.critic import Critic
 from turnwise.trainer.data import TaskStream, open_tasks
 from turnwise.trainer.distill import check_teacher

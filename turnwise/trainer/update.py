@@ -16,18 +16,19 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.seeding import stable_hash
-from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.correction import correct
+from turnwise.trainer.algorithms.kl import KLTerm
+from turnwise.trainer.algorithms.objectives import PolicyObjective
+from turnwise.trainer.algorithms.registry import Chosen
+from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.batch_config import BatchConfig
-from turnwise.trainer.correction import correct
 from turnwise.trainer.critic import Critic
 from turnwise.trainer.diagnostics.gap import GapWatch
-from turnwise.trainer.kl import KLTerm, RowKey
 from turnwise.trainer.learner import Learner, Stats, StepResult
 from turnwise.trainer.metrics import update_metrics
-from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.registry import Chosen
 
 
 def update_policy(

@@ -20,7 +20,7 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.session import Opened, Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.sessions import EpisodeSessions
-from turnwise.trainer.aggregation import loss_weights
+from turnwise.trainer.algorithms.aggregation import loss_weights
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, SamplingParams, TokenDelta, ToolCall, ToolSchema
 

@@ -21,8 +21,8 @@ from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
-from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.experience import build_experience, collect
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.batch.experience import build_experience, collect
 
 
 class Debate(Env):

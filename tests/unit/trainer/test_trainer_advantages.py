@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import RegistryError, TrainError
-from turnwise.trainer.advantages import ADVANTAGES, advantage_fn, grpo
+from turnwise.trainer.algorithms.advantages import ADVANTAGES, advantage_fn, grpo
 
 
 def test_known_numbers_with_unbiased_std() -> None:

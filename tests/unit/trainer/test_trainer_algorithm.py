@@ -11,13 +11,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from turnwise.trainer.advantages import ADVANTAGES
-from turnwise.trainer.aggregation import LossAggregation, weigh
-from turnwise.trainer.algorithm import CREDITS, AlgorithmConfig, AnchorState
+from turnwise.trainer.algorithms.advantages import ADVANTAGES
+from turnwise.trainer.algorithms.aggregation import LossAggregation, weigh
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.credit import CREDITS, AnchorState
+from turnwise.trainer.algorithms.losses import LOSSES
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import StepResult
-from turnwise.trainer.losses import LOSSES
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.update import update_policy
 
@@ -100,7 +101,7 @@ def test_what_is_wrong_is_named_before_work_starts(given: dict[str, object], mes
 
 
 MINE = """
-from turnwise.trainer.losses import LossSums
+from turnwise.trainer.algorithms.losses import LossSums
 
 def squared(logprobs, old_logprobs, advantages, weights, *, turns, strength: float = 1.0):
     assert turns.shape == logprobs.shape

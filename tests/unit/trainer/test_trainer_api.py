@@ -17,13 +17,15 @@ from turnwise.config import load_config
 from turnwise.errors import ConfigError, RegistryError, TaskError, TrainError
 from turnwise.references import reference_to
 from turnwise.tasks import SourceConfig, Task, load_tasks
-from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.algorithms import ALGORITHMS, Algorithm, as_algorithm
+from turnwise.trainer.algorithms.advantages import ADVANTAGES
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.custom_algorithm import Algorithm, as_algorithm
+from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
+from turnwise.trainer.algorithms.losses import LOSSES, LossSums
 from turnwise.trainer.api import Trainer
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.datasets import task_config
 from turnwise.trainer.loops.steps import Batch
-from turnwise.trainer.losses import LossSums
 from turnwise.trainer.training import Training
 
 BASE: dict[str, Any] = {"steps": 3, "policies": {"main": {"model": {"path": "m"}}}}
@@ -82,12 +84,12 @@ def test_a_file_and_a_checked_configuration_are_taken_as_they_are(tmp_path: Path
     with pytest.raises(ConfigError, match=r"rollout\.max_turnz \(override"):
         Trainer(file, "rollout.max_turnz=5").plan()
     with pytest.raises(ConfigError, match=r"algorithm\.minibatchez"):
-        Trainer(file).plan(turnwise.GRPO(minibatchez=5))
+        Trainer(file).plan({"minibatchez": 5})
 
 
 def test_an_algorithm_brings_its_critic_to_a_checked_configuration_too() -> None:
     config = load_config(TrainConfig, None, [], {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}})
-    found = Trainer(config).plan(turnwise.PPO()).config
+    found = Trainer(config).plan("ppo").config
     assert found.policy.critic is not None
     assert found.model_copy(update={"policies": config.policies, "algorithm": config.algorithm}) == config
     # One that is there stays.
@@ -98,13 +100,16 @@ def test_an_algorithm_brings_its_critic_to_a_checked_configuration_too() -> None
         ["algorithm.advantage=gae"],
         {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}, "policies": said},
     )
-    critic = Trainer(config).plan(turnwise.PPO()).config.policy.critic
+    critic = Trainer(config).plan("ppo").config.policy.critic
     assert critic is not None
     assert critic.warmup_steps == 2
 
 
-def test_a_subclass_keeps_the_formula_and_may_have_a_constructor_of_its_own() -> None:
-    class Mine(turnwise.RLOO):
+def test_a_subclass_may_have_a_constructor_of_its_own() -> None:
+    class Mine(turnwise.Algorithm):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(advantage="rloo", **settings)
+
         async def run(self, training) -> None: ...
 
     class Own(turnwise.Algorithm):
@@ -113,17 +118,13 @@ def test_a_subclass_keeps_the_formula_and_may_have_a_constructor_of_its_own() ->
 
         async def run(self, training) -> None: ...
 
-    class Judged(turnwise.PPO, loss="cispo"):
-        pass
-
     trainer = Trainer({**BASE, "algorithm": {"loss": "gspo"}}, env="lookup", name="r")
     config = trainer.plan(Mine(minibatches=2)).config.algorithm
-    assert (config.advantage, config.loss, config.minibatches) == ("rloo", "ppo_clip", 2)
+    assert (config.advantage, config.loss, config.minibatches) == ("rloo", "gspo", 2)
+    assert trainer.plan(Mine).config.algorithm.advantage == "rloo"
     assert trainer.plan(Own(3)).config.algorithm.loss == "gspo"
-    config = trainer.plan(Judged).config.algorithm
-    assert (config.advantage, config.loss, config.drop_zero_variance) == ("gae", "cispo", False)
-    # What one object is told is nobody else's.
-    assert turnwise.RLOO(minibatches=2).settings != turnwise.RLOO().settings
+    # The keys of one object are not another's.
+    assert Mine(minibatches=2).settings != Mine().settings
     assert turnwise.Algorithm().settings == {}
 
 
@@ -167,28 +168,75 @@ async def test_requests_of_a_step_have_the_same_seeds_after_a_resume(monkeypatch
 
 
 def test_a_named_algorithm_replaces_the_formula_and_keeps_the_rest() -> None:
-    section = {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "epochs": 2, "credit": "last"}
+    section = {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "epochs": 2, "minibatches": 4, "credit": "last"}
     trainer = Trainer({**BASE, "algorithm": section}, env="lookup", name="r")
-    config = trainer.plan(turnwise.GRPO(minibatches=4)).config.algorithm
-    assert (config.loss, config.clip_low, config.clip_high) == ("ppo_clip", None, None)
+    config = trainer.plan("grpo").config.algorithm
+    assert (config.advantage, config.loss, config.clip_low, config.clip_high) == ("grpo", "ppo_clip", None, None)
     assert (config.epochs, config.minibatches, config.credit.name) == (2, 4, "last")
-    # An unnamed one lays its keys over what is there.
-    config = trainer.plan(Algorithm(clip_high=5e-4)).config.algorithm
-    assert (config.loss, config.clip_low, config.clip_high) == ("gspo", 3e-4, 5e-4)
-    assert trainer.plan(turnwise.RLOO(loss=own_loss)).config.algorithm.loss == f"{__name__}:own_loss"
+    # Keys are laid over what is there.
+    for given in (Algorithm(clip_high=5e-4), AlgorithmConfig.model_construct({"clip_high"}, clip_high=5e-4)):
+        config = trainer.plan(given).config.algorithm
+        assert (config.loss, config.clip_low, config.clip_high) == ("gspo", 3e-4, 5e-4)
+    assert trainer.plan({"loss": own_loss, "clip_low": None, "clip_high": None}).config.algorithm.loss == (
+        f"{__name__}:own_loss"
+    )
 
 
-NEEDED = {"DrGRPO": {"loss_scale": 64.0}, "GDPO": {"advantage_options": {"reward_weights": {"a": 1.0}}}}
+# The formula of each name: estimator, loss, aggregation, and whether groups of equal rewards are left out.
+FORMULAS = {
+    "grpo": ("grpo", "ppo_clip", "token_mean", True),
+    "dr_grpo": ("dr_grpo", "ppo_clip", "seq_mean_token_sum_norm", True),
+    "rloo": ("rloo", "ppo_clip", "token_mean", True),
+    "reinforce_plus_plus": ("reinforce_plus_plus", "ppo_clip", "token_mean", False),
+    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", "ppo_clip", "token_mean", True),
+    "opo": ("opo", "ppo_clip", "token_mean", True),
+    "gpg": ("gpg", "gpg", "token_mean", False),
+    "passk": ("passk", "ppo_clip", "token_mean", True),
+    "gdpo": ("gdpo", "ppo_clip", "token_mean", True),
+    "ppo": ("gae", "ppo_clip", "token_mean", False),
+    "gae": ("gae", "ppo_clip", "token_mean", False),
+    "remax": ("remax", "ppo_clip", "token_mean", True),
+    "ppo_clip": ("grpo", "ppo_clip", "token_mean", True),
+    "gspo": ("grpo", "gspo", "seq_mean_token_mean", True),
+    "gmpo": ("grpo", "gmpo", "seq_mean_token_mean", True),
+    "cispo": ("grpo", "cispo", "token_mean", True),
+    "sapo": ("grpo", "sapo", "seq_mean_token_mean", True),
+    "clip_cov": ("grpo", "clip_cov", "token_mean", True),
+    "kl_cov": ("grpo", "kl_cov", "token_mean", True),
+    "dppo_tv": ("grpo", "dppo_tv", "token_mean", True),
+    "dppo_kl": ("grpo", "dppo_kl", "token_mean", True),
+    "dro": ("grpo", "dro", "token_mean", True),
+}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_named_algorithm_is_a_configuration(name: str) -> None:
-    trainer = Trainer(BASE, env="lookup", name="r")
-    made = ALGORITHMS[name](**NEEDED.get(name, {}))
-    config = trainer.plan(made).config.algorithm
-    assert made.settings.items() <= {**config.model_dump(), **NEEDED.get(name, {})}.items()
-    assert re.search(r"arXiv:\d{4}\.\d{5}", ALGORITHMS[name].__doc__ or "")
-    assert vars(turnwise.trainer.algorithms)[name] is getattr(turnwise, name)
+def test_every_estimator_and_every_loss_is_the_name_of_an_algorithm() -> None:
+    names = {*ADVANTAGES, *CRITIC_ADVANTAGES, *LOSSES}
+    assert {name for name in FORMULAS if name != "ppo"} == names
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_every_name_is_a_configuration(name: str) -> None:
+    section = {"advantage": "rloo", "loss_aggregation": "trajectory_mean"}
+    if name == "dr_grpo":
+        section = {"loss_aggregation": "seq_mean_token_sum_norm", "loss_scale": 64.0}
+    config = Trainer({**BASE, "algorithm": section}, env="lookup", name="r").plan(name).config
+    found = config.algorithm
+    assert (found.advantage, found.loss, found.aggregation, found.drop_zero_variance) == FORMULAS[name]
+    assert (config.policy.critic is not None) == (found.advantage == "gae")
+
+
+OLD = {
+    "GRPO": "grpo", "DrGRPO": "dr_grpo", "RLOO": "rloo", "ReinforcePlusPlus": "reinforce_plus_plus",
+    "ReinforcePlusPlusBaseline": "reinforce_plus_plus_baseline", "OPO": "opo", "GPG": "gpg", "PassK": "passk",
+    "GDPO": "gdpo", "PPO": "ppo", "ReMax": "remax", "GSPO": "gspo", "GMPO": "gmpo", "CISPO": "cispo", "SAPO": "sapo",
+    "ClipCov": "clip_cov", "KLCov": "kl_cov", "DPPO": "dppo_(kl|tv)", "DRO": "dro",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_class_name_is_answered_with_the_name_to_write(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm '{name}' is unknown; did you mean '{OLD[name]}'\?"):
+        as_algorithm(name)
 
 
 def test_what_is_an_algorithm() -> None:
@@ -197,7 +245,7 @@ def test_what_is_an_algorithm() -> None:
 
     async def function(training, val_dataset) -> None: ...
 
-    for given in (Object(), function, "grpo", turnwise.GRPO, {"epochs": 2}, AlgorithmConfig(epochs=2)):
+    for given in (Object(), function, "grpo", turnwise.Algorithm, {"epochs": 2}, AlgorithmConfig(epochs=2)):
         assert isinstance(as_algorithm(given), Algorithm)
     assert as_algorithm(AlgorithmConfig(epochs=2)).settings == {"epochs": 2}
 
@@ -210,8 +258,8 @@ def test_what_is_an_algorithm() -> None:
     for given, said in [
         (Blocking(), "Blocking: its run is not async"),
         (Wants(), "Wants: its run wants store; it may name training, train_dataset, val_dataset"),
-        ("grop", "'grop' is none of GRPO"),
-        (3, "the algorithm is 3: give turnwise.GRPO()"),
+        ("grop", "algorithm 'grop' is unknown; did you mean 'grpo'?"),
+        (3, "the algorithm is 3: give a name such as 'grpo'"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(said)):
             as_algorithm(given)
@@ -231,7 +279,7 @@ def test_what_cannot_be_found_again_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no name"):
         reference_to(5, "thing")
     with pytest.raises((ConfigError, RegistryError), match="lookpu"):
-        Trainer(BASE, env="lookpu", agent="raect").plan(turnwise.GRPO(loss="lookpu"))
+        Trainer(BASE, env="lookpu", agent="raect").plan({"loss": "lookpu"})
 
 
 def test_rows_become_a_file_that_is_called_after_them(tmp_path: Path) -> None:

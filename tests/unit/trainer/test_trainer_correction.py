@@ -12,9 +12,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from turnwise.trainer.algorithm import AlgorithmConfig
-from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.correction import (
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.correction import (
     CorrectionConfig,
     correct,
     gap_metrics,
@@ -23,6 +22,7 @@ from turnwise.trainer.correction import (
     reduced,
     rejected,
 )
+from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import StepResult
 from turnwise.trainer.metrics import meaning

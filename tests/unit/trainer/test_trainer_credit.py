@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from support.credited import build, told, trajectory
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
-from turnwise.trainer.advantages import grpo
-from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.algorithm import AlgorithmConfig, CreditConfig
-from turnwise.trainer.credit import compared, load_credit, returns, shares, turn_rewards
+from turnwise.trainer.algorithms.advantages import compare_returns, grpo
+from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.credit import CreditConfig, load_credit, turn_returns, turn_shares
+from turnwise.trainer.algorithms.rewards import turn_rewards
 from turnwise.trainer.metrics import meaning
 from turnwise.trainer.packing import pack
 from turnwise.trajectory import Trajectory
@@ -141,7 +142,7 @@ def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path
     credit = CreditConfig(name=f"{file}:halves")
     function = load_credit(credit)
     assert function is not None
-    assert function.worth(PAIR[0]).tolist() == [0.5] * 3
+    assert function.turn_returns(PAIR[0]).tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_wrong_section_says_what_is_allowed(credit: object, said: str) -> None
 
 
 def test_turns_are_compared_as_grpo_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules["turnwise.trainer.advantages"].ADVANTAGES, "mine", grpo)
+    monkeypatch.setitem(sys.modules["turnwise.trainer.algorithms.advantages"].ADVANTAGES, "mine", grpo)
     assert told(build(PAIR, "last", advantage="mine")) == told(build(PAIR, "last"))
     with pytest.raises(ConfigError, match="compares turns as the estimator"):
         build(PAIR, "turns", advantage="mine")
@@ -271,8 +272,8 @@ def test_every_sampled_token_is_trained_once_with_its_weight_whatever_the_credit
 
 @given(st.lists(st.lists(REWARD, min_size=1, max_size=6), min_size=2, max_size=6), st.booleans())
 def test_credited_turns_of_a_group_balance_each_other(group: list[list[float]], norm: bool) -> None:
-    worth = [returns(rewards, 1.0) for rewards in group]
-    found, dead = compared(worth, [0] * len(group), norm_by_std=norm, eps=1e-4)
+    worth = [turn_returns(rewards, 1.0) for rewards in group]
+    found, dead = compare_returns(worth, [0] * len(group), norm_by_std=norm, eps=1e-4)
     assert sum(float(each.mean()) for each in found) == pytest.approx(0, abs=1e-6)
     assert len(set(dead)) == 1
     assert dead[0] == (len({float(value) for each in worth for value in each}) == 1)
@@ -283,7 +284,7 @@ def test_where_all_turns_are_worth_the_same_turns_are_compared_as_grpo_compares_
     group: list[tuple[float, int]], norm: bool
 ) -> None:
     worth = [np.full(turns, reward) for reward, turns in group]
-    found, dead = compared(worth, [0] * len(group), norm_by_std=norm, eps=1e-4)
+    found, dead = compare_returns(worth, [0] * len(group), norm_by_std=norm, eps=1e-4)
     rewards = torch.tensor([reward for reward, _ in group], dtype=torch.float64)
     wanted = grpo(rewards, torch.zeros(len(group), dtype=torch.int64), norm_by_std=norm, eps=1e-4)
     assert [each[0] for each in found] == pytest.approx(wanted.values.tolist(), rel=1e-5, abs=1e-6)
@@ -293,7 +294,7 @@ def test_where_all_turns_are_worth_the_same_turns_are_compared_as_grpo_compares_
 @given(st.integers(1, 8), st.floats(0.01, 1.0))
 def test_shares_give_the_last_turn_all(turns: int, gamma: float) -> None:
     for name in ("same", "last", "discounted"):
-        found = shares(name, turns, gamma)
+        found = turn_shares(name, turns, gamma)
         assert (len(found), found[-1]) == (turns, 1.0)
         assert ((found >= 0) & (found <= 1)).all()
 

@@ -11,7 +11,7 @@ import pytest
 from support.credited import build, told, trajectory
 from turnwise.agents.states import first_state, note_state
 from turnwise.errors import ConfigError, TrainError
-from turnwise.trainer.credit import anchors, token_returns
+from turnwise.trainer.algorithms.credit import anchor_states, token_returns
 from turnwise.trajectory import Segment, Trajectory
 
 
@@ -130,11 +130,11 @@ def branch(ids: list[list[int]], states: dict[str, str] | None = None) -> Trajec
 
 def test_what_the_model_saw_or_was_shown_is_a_state() -> None:
     a, b = branch([[1, 2], [7], [3], [8]]), branch([[1, 2], [9], [3], [8]])
-    seen_a, seen_b = anchors(a, "seen"), anchors(b, "seen")
+    seen_a, seen_b = anchor_states(a, "seen"), anchor_states(b, "seen")
     assert seen_a[0] == seen_b[0]
     assert seen_a[1] != seen_b[1], "they said different things before"
-    assert anchors(a, "shown") == anchors(b, "shown")
-    assert len({*anchors(a, "shown")}) == 2
+    assert anchor_states(a, "shown") == anchor_states(b, "shown")
+    assert len({*anchor_states(a, "shown")}) == 2
     # How the ids were cut into segments says nothing.
     cut = replace(a, segments=[])
     cut.segments = [
@@ -142,23 +142,23 @@ def test_what_the_model_saw_or_was_shown_is_a_state() -> None:
         Segment(1, 0, "context", np.array([2], np.int32)),
         replace(a.segments[1], index=2, parent=1),
     ]
-    assert anchors(cut, "seen") == seen_a[:1]
-    assert anchors(cut, "shown") == anchors(a, "shown")[:1]
+    assert anchor_states(cut, "seen") == seen_a[:1]
+    assert anchor_states(cut, "shown") == anchor_states(a, "shown")[:1]
 
 
 def test_named_states_stand_before_what_was_seen_unless_a_turn_has_none() -> None:
     half = branch([[1], [7], [3], [8]], {"t0": "room 2"})
-    assert anchors(half, None) == [anchors(half, "seen")[0], ("named", "room 2")]
-    assert anchors(replace(half, states={"": "room 1", "t0": "room 2"}), "named") == [
+    assert anchor_states(half, None) == [anchor_states(half, "seen")[0], ("named", "room 2")]
+    assert anchor_states(replace(half, states={"": "room 1", "t0": "room 2"}), "named") == [
         ("named", "room 1"), ("named", "room 2"),
     ]  # fmt: skip
     with pytest.raises(TrainError, match=r"credit\.state is named, but the environment named none before turn 0"):
-        anchors(half, "named")
+        anchor_states(half, "named")
 
 
 def test_the_state_before_a_turn_is_that_of_its_own_branch() -> None:
     member = trajectory("a", 3, [], fork=True)
-    found = anchors(replace(member, states={"": "s", "a0": "x", "a1": "y"}), "named")
+    found = anchor_states(replace(member, states={"": "s", "a0": "x", "a1": "y"}), "named")
     # The third turn goes on from the first, not from the second.
     assert found == [("named", "s"), ("named", "x"), ("named", "x")]
 

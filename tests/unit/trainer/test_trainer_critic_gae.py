@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from turnwise.errors import TrainError
-from turnwise.trainer.advantages import critic_gae, token_rewards
+from turnwise.trainer.algorithms.gae import critic_gae
+from turnwise.trainer.batch.value_targets import token_rewards
 
 
 def f(*numbers: float) -> Tensor:

@@ -11,11 +11,11 @@ import pytest
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks import HeldOrder, Task
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.batch.experience import build_experience, collect
 from turnwise.trainer.checkpoint import TrainerState
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.data import TaskStream, open_tasks
-from turnwise.trainer.experience import build_experience, collect
 from turnwise.trainer.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, as_ids

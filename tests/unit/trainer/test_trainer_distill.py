@@ -19,10 +19,10 @@ from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.core import ModelInfo
 from turnwise.inference.frozen import FrozenConfig, FrozenPolicy
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.trainer.algorithm import AlgorithmConfig, DistillConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig, DistillConfig
+from turnwise.trainer.batch.experience import Experience
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.distill import Teacher, check_teacher, distilled, reverse_kl
-from turnwise.trainer.experience import Experience
 from turnwise.trainer.metrics import meaning
 
 

@@ -11,11 +11,10 @@ import torch
 from pydantic import ValidationError
 
 from turnwise.errors import TrainError
-from turnwise.trainer.advantages import (
+from turnwise.trainer.algorithms.advantages import (
     ADVANTAGES,
     WITHOUT_GROUPS,
     dr_grpo,
-    gae,
     gdpo,
     gigpo,
     gpg,
@@ -24,11 +23,10 @@ from turnwise.trainer.advantages import (
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
-    returns_to_go,
     rloo,
-    whitened,
 )
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.gae import gae, returns_to_go, whitened
 
 # Group 0: 1, 3, 5 (mean 3); group 1: 0, 1 (mean 1/2); group 2: 7 alone; group 3: 2, 2.
 REWARDS = torch.tensor([1.0, 0.0, 3.0, 7.0, 2.0, 5.0, 1.0, 2.0], dtype=torch.float64)

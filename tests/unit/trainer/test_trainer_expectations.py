@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import TrainError
-from turnwise.trainer.advantages import token_rewards
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.batch.experience import Collected, Experience, build_experience, collect
+from turnwise.trainer.batch.value_targets import critic_values, token_rewards
 from turnwise.trainer.config import BatchConfig
-from turnwise.trainer.expectations import expect
-from turnwise.trainer.experience import Collected, Experience, build_experience, collect
 from turnwise.trainer.metrics import meaning
 from turnwise.trainer.packing import MicroBatch, pack
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
@@ -66,8 +65,8 @@ def experience(
         "advantage": "gae", "advantage_options": {"whiten": False, "gamma": 0.5, "lam": 1.0, **options},
     })  # fmt: skip
     collected = collect([TrajectoryGroup("g", "task", members)], max_tokens_per_row=max_tokens_per_row)
-    expected = expect(critic, collected.members, collected.samples, BatchConfig())  # type: ignore[arg-type]
-    return collected, build_experience(collected, config, temperature=0.7, expected=expected)
+    values = critic_values(critic, collected.trajectories, collected.samples, BatchConfig())  # type: ignore[arg-type]
+    return collected, build_experience(collected, config, temperature=0.7, values=values)
 
 
 def by_first_id(found: Experience) -> dict[int, tuple[list[float], list[float], list[float]]]:
@@ -158,9 +157,9 @@ def test_each_token_pays_for_itself() -> None:
         row.key: torch.tensor([pays.get(int(each), 0.0) for each in row.input_ids[row.loss_mask]])
         for row in collected.samples[0]
     }
-    expected = expect(Reader(), collected.members, collected.samples, BatchConfig())  # type: ignore[arg-type]
+    values = critic_values(Reader(), collected.trajectories, collected.samples, BatchConfig())  # type: ignore[arg-type]
     charged = dataclasses.replace(collected, penalties=penalties)
-    rows = by_first_id(build_experience(charged, config, temperature=1.0, expected=expected))
+    rows = by_first_id(build_experience(charged, config, temperature=1.0, values=values))
     assert rows[5][2] == pytest.approx([0, 0, 0.375, 2.75, 0, 4, 0], abs=1e-5)
     assert rows[8][2] == pytest.approx([0, 3.5], abs=1e-5)
 

@@ -19,12 +19,12 @@ from support.lookup_run import environment
 from support.tiny_lm import make_model, save_model
 from turnwise.cli.app import app
 from turnwise.errors import CheckpointError, ConfigError
+from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
 from turnwise.trainer.checkpoint_config import BestConfig
 from turnwise.trainer.config import PolicyConfig
 from turnwise.trainer.engines import open_learner
 from turnwise.trainer.export import export_model
-from turnwise.trainer.objectives import CrossEntropyObjective
 from turnwise.trainer.packing import TrainRow, pack
 
 COMPANIONS = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": '{"top_k": 7}'}

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from turnwise.trainer import correction, credit, kl
-from turnwise.trainer.advantages import ADVANTAGES, gae, gigpo, returns_to_go
-from turnwise.trainer.losses import LOSSES, entropy_bonus
-from turnwise.trainer.losses.kl import KL_ESTIMATORS, adapted_coef, kl_estimate
+from turnwise.trainer.algorithms import advantages, correction, credit, kl
+from turnwise.trainer.algorithms.advantages import ADVANTAGES, gigpo
+from turnwise.trainer.algorithms.gae import gae, returns_to_go
+from turnwise.trainer.algorithms.losses import LOSSES, entropy_bonus
+from turnwise.trainer.algorithms.losses.kl import KL_ESTIMATORS, adapted_coef, kl_estimate
 
 MOST_LINES = 60
 # Where a formula was published: an arXiv id, an address, or authors with a year.
 PUBLISHED = re.compile(r"arXiv:\d{4}\.\d{4,5}|https?://\S+|[A-Z]\w+ (et al\. )?(19|20)\d\d")
 # Arithmetic that nobody published: what it does stands in its formula.
-PLAIN: set[Any] = {credit.shares, credit.returns, credit.compared}
+PLAIN: set[Any] = {credit.turn_shares, credit.turn_returns, advantages.compare_returns}
 
 
 def formulas() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -32,7 +33,7 @@ def formulas() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"kl {name}", estimator
     others = (gae, gigpo, returns_to_go, entropy_bonus, kl_estimate, adapted_coef, kl.charge)
     corrections = (correction.importance_weights, correction.rejected, correction.gap_metrics)
-    for function in (*others, *corrections, credit.shares, credit.returns, credit.compared):
+    for function in (*others, *corrections, credit.turn_shares, credit.turn_returns, advantages.compare_returns):
         yield function.__name__, function
 
 

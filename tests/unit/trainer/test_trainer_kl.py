@@ -18,13 +18,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from turnwise.errors import ConfigError
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, charge
+from turnwise.trainer.algorithms.rewards import with_penalties
+from turnwise.trainer.batch.experience import Collected, build_experience, collect
+from turnwise.trainer.batch.value_targets import TrajectoryValues
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, TrainConfig
 from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.expectations import Expectation
-from turnwise.trainer.experience import Collected, build_experience, collect
-from turnwise.trainer.kl import KLConfig, KLControl, KLTerm, charge, penalised
 from turnwise.trainer.learner import StepResult
 from turnwise.trainer.metrics import meaning
 from turnwise.trainer.packing import TrainRow, pack
@@ -80,7 +81,7 @@ def test_each_turn_pays_for_its_own_tokens(branches: int) -> None:
     # Turns pay 0.1 + 0.2 and 0.3 + 0.4, wherever their tokens stand.
     paid = [0.1, 0.2, 0.3, 0.4]
     tokens = {sample.key: torch.tensor(paid[4 // branches * n :][: 4 // branches]) for n, sample in enumerate(samples)}
-    found = penalised(one, samples, tokens)
+    [found] = with_penalties([one], [samples], tokens)
     assert found.rewards == [
         (None, "score", 1.0),
         ("a.1", "kl", pytest.approx(-0.3)),
@@ -140,9 +141,9 @@ def test_with_a_critic_each_token_pays_for_itself(branches: int) -> None:
     samples = before.samples[0]
     paid = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).reshape(branches, -1)
     after = replace(before, penalties={sample.key: paid[number] for number, sample in enumerate(samples)})
-    expected = [Expectation([np.zeros(4 // branches, np.float32) for _ in samples])]
+    values = [TrajectoryValues([np.zeros(4 // branches, np.float32) for _ in samples])]
     config = AlgorithmConfig.model_validate({"advantage": "gae", "advantage_options": {"whiten": False}})
-    found = build_experience(after, config, temperature=1.0, expected=expected)
+    found = build_experience(after, config, temperature=1.0, values=values)
     told = np.concatenate([np.asarray(row.advantage)[row.sample.loss_mask] for row in found.rows])
     # 1 - (0.1 + 0.2 + 0.3 + 0.4), 1 - 0.9, 1 - 0.7, 1 - 0.4.
     assert told.tolist() == pytest.approx([0.0, 0.1, 0.3, 0.6], abs=1e-6)

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from turnwise.errors import CheckpointError, TrainError
+from turnwise.trainer.algorithms.losses import LossSums
+from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.config import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
 from turnwise.trainer.engines.torch import TorchLearner, pick_device
-from turnwise.trainer.losses import LossSums
 from turnwise.trainer.metrics import checked, meaning, update_metrics
-from turnwise.trainer.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.policy import TokenScores
 

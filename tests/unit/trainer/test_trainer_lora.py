@@ -17,12 +17,12 @@ from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, is_ada
 from turnwise.inference.attention import PoolPlan, StepPlan, prefill_blocks
 from turnwise.inference.causal_lm import CausalLM
 from turnwise.inference.kv_pool import KVPool
+from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
 from turnwise.trainer.audit import is_float32
 from turnwise.trainer.config import PolicyConfig
 from turnwise.trainer.engines import open_learner
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.lora import LoRAConfig
-from turnwise.trainer.objectives import CrossEntropyObjective
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.policy import load_model, try_adapters
 

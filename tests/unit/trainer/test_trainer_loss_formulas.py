@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.trainer.losses import LOSSES, LossSums, ppo_clip_loss, select_clip_cov, select_kl_cov
-from turnwise.trainer.losses.core import span_mean
-from turnwise.trainer.losses.covariance import covariance
+from turnwise.trainer.algorithms.losses import LOSSES, LossSums, ppo_clip_loss, select_clip_cov, select_kl_cov
+from turnwise.trainer.algorithms.losses.core import span_mean
+from turnwise.trainer.algorithms.losses.covariance import covariance
 
 LN2 = math.log(2.0)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from turnwise.trainer.losses.preference import bradley_terry_loss, dpo_loss, ipo_loss, pair_sums, rpo_term
+from turnwise.trainer.algorithms.losses.preference import bradley_terry_loss, dpo_loss, ipo_loss, pair_sums, rpo_term
 
 # With m = ln 3 and beta 1: sigmoid(ln 3) = 3/4 and sigmoid(-ln 3) = 1/4.
 LN3, LN4 = math.log(3.0), math.log(4.0)

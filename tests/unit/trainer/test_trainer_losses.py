@@ -7,12 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.trainer.losses import (
-    cross_entropy_loss,
-    entropy_bonus,
-    logprob_gap,
-    ppo_clip_loss,
-)
+from turnwise.trainer.algorithms.losses import cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
 
 LN2 = math.log(2.0)
 

@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from turnwise.errors import TrainError
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.batch.experience import Experience, build_experience, collect
 from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.experience import Experience, build_experience, collect
 from turnwise.trainer.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from turnwise.trainer import prefix_tree
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.losses import LossSums
+from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.config import BatchConfig, ModelConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.losses import LossSums
-from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.policy import Policy, TokenScores, load_model
 from turnwise.trainer.prefix_tree import PrefixTree

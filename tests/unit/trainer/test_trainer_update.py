@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from turnwise.errors import TrainError
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.packing import MicroBatch, TrainRow, pack

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from turnwise.trainer.aggregation import weigh
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.objectives import PolicyObjective
 from turnwise.trainer.packing import TrainRow, pack
 from turnwise.trainer.update import update_policy
 

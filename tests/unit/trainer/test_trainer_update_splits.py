@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.losses import LOSSES
 from turnwise.trainer.config import BatchConfig, ModelConfig, PolicyConfig
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import StepResult
-from turnwise.trainer.losses import LOSSES
 from turnwise.trainer.packing import TrainRow
 from turnwise.trainer.update import update_policy
 

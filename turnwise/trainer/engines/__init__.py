@@ -13,9 +13,9 @@ from typing import Any, TypeVar, overload
 
 from turnwise.errors import RegistryError
 from turnwise.references import load_object
+from turnwise.trainer.algorithms.registry import Chosen, bind, enter, find
 from turnwise.trainer.config import PolicyConfig
 from turnwise.trainer.learner import Learner
-from turnwise.trainer.registry import Chosen, bind, enter, find
 
 L = TypeVar("L", bound=type[Learner])
 

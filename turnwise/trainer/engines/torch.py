@@ -19,10 +19,10 @@ from torch import Tensor
 
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.inference.core import AdapterInfo
+from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.allocator import keep_freed_memory
 from turnwise.trainer.config import PolicyConfig, ScheduleConfig
 from turnwise.trainer.learner import Learner, Stats, StepResult
-from turnwise.trainer.objectives import Objective
 from turnwise.trainer.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.policy import Policy, load_model, load_weights

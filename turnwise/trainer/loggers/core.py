@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from turnwise.config import ConfigReference
 from turnwise.errors import RegistryError
 from turnwise.references import load_object
-from turnwise.trainer.registry import Chosen, bind, find
+from turnwise.trainer.algorithms.registry import Chosen, bind, find
 
 LOGGERS: dict[str, str] = {
     "tensorboard": "turnwise.trainer.loggers.tensorboard:TensorBoardLogger",

@@ -17,11 +17,11 @@ from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay_setup import make_admission
 from turnwise.trainer.apart import Place, inline, uninterrupted
+from turnwise.trainer.batch.experience import Collected, Experience, build_experience, collect
+from turnwise.trainer.batch.value_targets import critic_values
 from turnwise.trainer.diagnostics.counts import dropped_tokens, tool_metrics
 from turnwise.trainer.diagnostics.gap import Gaps, GapWatch
 from turnwise.trainer.distill import distilled
-from turnwise.trainer.expectations import expect
-from turnwise.trainer.experience import Collected, Experience, build_experience, collect
 from turnwise.trainer.loops.parts import combined, lags
 from turnwise.trainer.modes import Mode
 from turnwise.trainer.run import TrainRun
@@ -156,7 +156,7 @@ async def learn(run: TrainRun, batch: Batch, place: Place = inline, *, part: boo
             run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
             gaps = watch.found()
             metrics |= gaps.metrics() | tool_metrics(batch.groups) | lags(experience.rows, step)
-            metrics |= dropped_tokens(batch.groups, collected.members, collected.samples, experience.rows)
+            metrics |= dropped_tokens(batch.groups, collected.trajectories, collected.samples, experience.rows)
             metrics = batch.metrics | experience.metrics | metrics
     return Learned(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
 
@@ -169,9 +169,9 @@ def _experience(run: TrainRun, batch: Batch) -> tuple[Collected, Experience]:
         return collected, Experience([])
     if run.kl is not None:
         collected = run.kl.charge(collected, run.learner)
-    expected = expect(run.critic, collected.members, collected.samples, config.batch)
+    values = critic_values(run.critic, collected.trajectories, collected.samples, config.batch)
     return collected, build_experience(
-        collected, config.algorithm, temperature=config.rollout.temperature, expected=expected
+        collected, config.algorithm, temperature=config.rollout.temperature, values=values
     )
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath
 from turnwise.inference.config import RendererConfig
-from turnwise.trainer.aggregation import LossAggregation
+from turnwise.trainer.algorithms.aggregation import LossAggregation
 from turnwise.trainer.config import (
     ModelConfig,
     OptimConfig,

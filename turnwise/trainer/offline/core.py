@@ -21,12 +21,12 @@ from rich.console import Console
 from turnwise.errors import TaskError, TrainError
 from turnwise.inference.core import Renderer
 from turnwise.inference.renderer import save_format
+from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers.console import LiveDisplay
 from turnwise.trainer.loggers.core import LoggedRun
 from turnwise.trainer.loggers.run_log import RunLog, check_loggers
 from turnwise.trainer.metrics import checked, update_metrics
-from turnwise.trainer.objectives import Objective
 from turnwise.trainer.offline.config import OfflineConfig
 from turnwise.trainer.packing import MicroBatch
 

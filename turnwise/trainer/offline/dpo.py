@@ -16,10 +16,10 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.inference.core import Renderer
+from turnwise.trainer.algorithms.losses import LossSums
+from turnwise.trainer.algorithms.losses.preference import dpo_loss, ipo_loss, pair_sums, rpo_term
 from turnwise.trainer.engines import open_learner
 from turnwise.trainer.learner import Learner
-from turnwise.trainer.losses import LossSums
-from turnwise.trainer.losses.preference import dpo_loss, ipo_loss, pair_sums, rpo_term
 from turnwise.trainer.offline.config import DPOConfig
 from turnwise.trainer.offline.core import (
     Batch,

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from turnwise.errors import RenderError, TaskError, TrainError
 from turnwise.inference.reward_server import Encoder
+from turnwise.trainer.algorithms.losses import LossSums
+from turnwise.trainer.algorithms.losses.preference import bradley_terry_loss, pair_sums
 from turnwise.trainer.engines.torch import TorchLearner
 from turnwise.trainer.learner import Learner
-from turnwise.trainer.losses import LossSums
-from turnwise.trainer.losses.preference import bradley_terry_loss, pair_sums
 from turnwise.trainer.offline.config import RewardModelConfig
 from turnwise.trainer.offline.core import (
     Batch,

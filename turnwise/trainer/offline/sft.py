@@ -11,9 +11,9 @@ from rich.console import Console
 
 from turnwise.errors import TrainError
 from turnwise.inference.core import Renderer
-from turnwise.trainer.aggregation import weigh
+from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
 from turnwise.trainer.engines import open_learner
-from turnwise.trainer.objectives import CrossEntropyObjective
 from turnwise.trainer.offline.config import SFTConfig
 from turnwise.trainer.offline.core import Batch, OfflineResult, Shown, fit, prepare, save_model, shuffled, told
 from turnwise.trainer.offline.demonstrations import demonstration_rows, load_demonstrations

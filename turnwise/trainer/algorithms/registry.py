@@ -1,15 +1,13 @@
-"""Formulas by name, and their options, checked against the function's own signature.
-
-Owns: :func:`find` (a registered name, or a user's function by reference), :func:`enter` (a new name), :func:`bind` and
-:class:`Chosen` (a function with checked options, and what it reads by name). Refuses: the formulas.
-"""
+"""Functions and classes by name: registered names, references, and options checked against the signature."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, create_model
@@ -37,7 +35,11 @@ class Chosen:
 
     def __call__(self, *arguments: Any, **data: Any) -> Any:
         """Call the function with its arguments, its options, and of ``data`` what it reads."""
-        return self.function(*arguments, **{name: data[name] for name in self.reads}, **self.options)
+        return self.with_data(**data)(*arguments)
+
+    def with_data(self, **data: Any) -> Callable[..., Any]:
+        """Return the function with its options, and of ``data`` what it reads, filled in."""
+        return partial(self.function, **{name: data[name] for name in self.reads}, **self.options)
 
 
 def find(name: str, known: Mapping[str, Any], key: str) -> Any:
@@ -54,10 +56,10 @@ def find(name: str, known: Mapping[str, Any], key: str) -> Any:
     if name in known:
         return known[name]
     if ":" not in name and "." not in name:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        close = nearest(name, known)
+        hint = f"did you mean {close!r}? " if close else ""
         raise RegistryError(
-            f"{key} is {name!r}; {hint}known: {', '.join(sorted(known))}, or a function of your own as pkg.mod:function"
+            f"{key} is {name!r}; {hint}known: {', '.join(sorted(known))}, or a custom one as pkg.mod:function"
         )
     try:
         found = load_object(name, key)
@@ -66,6 +68,15 @@ def find(name: str, known: Mapping[str, Any], key: str) -> Any:
     if not callable(found):
         raise RegistryError(f"{key} is {name!r}, which is a {type(found).__name__}; it must be a function")
     return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is closest to a name, whatever its case and underscores; None where none is close."""
+    plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in sorted(known)}
+    meant = re.sub(r"[^a-z0-9]", "", name.lower())
+    longer = [each for each in plain if len(meant) > 2 and each.startswith(meant)]
+    close = sorted(longer, key=len) or difflib.get_close_matches(meant, plain, n=1)
+    return plain[close[0]] if close else None
 
 
 def enter(

@@ -1,48 +1,38 @@
-"""The configuration of what is learned from rewards: ``algorithm`` of ``turnwise train``.
-
-Owns: :class:`AlgorithmConfig`, :class:`CreditConfig`, :class:`DistillConfig`, and how names and options become
-functions. Refuses: the formulas (``advantages``, ``losses``).
-"""
+"""The ``algorithm`` section of a training run: estimator, credit, loss and their options, checked by name."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from turnwise.config import ConfigReference
 from turnwise.errors import RegistryError
-from turnwise.trainer.advantages import (
+from turnwise.trainer.algorithms.advantages import (
     ADVANTAGE_ARGUMENTS,
     ADVANTAGE_DATA,
-    CRITIC_ADVANTAGES,
-    CRITIC_ARGUMENTS,
+    TURN_COMPARISONS,
     WITH_GROUPS,
     advantage_fn,
 )
-from turnwise.trainer.aggregation import LossAggregation
-from turnwise.trainer.correction import CorrectionConfig
-from turnwise.trainer.kl import KLConfig
-from turnwise.trainer.losses import LOSS_ARGUMENTS, LOSS_DATA, LOSSES, SELECT_ARGUMENTS, SELECT_DATA, find_loss
-from turnwise.trainer.registry import Chosen, bind
+from turnwise.trainer.algorithms.aggregation import LossAggregation
+from turnwise.trainer.algorithms.correction import CorrectionConfig
+from turnwise.trainer.algorithms.credit import CreditConfig
+from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES, CRITIC_ARGUMENTS
+from turnwise.trainer.algorithms.kl import KLConfig
+from turnwise.trainer.algorithms.losses import (
+    LOSS_ARGUMENTS,
+    LOSS_DATA,
+    LOSSES,
+    SELECT_ARGUMENTS,
+    SELECT_DATA,
+    find_loss,
+)
+from turnwise.trainer.algorithms.registry import Chosen, bind
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
-
-CREDITS: Final = ("same", "last", "discounted", "turns", "tokens", "gigpo")
-"""The ways of assigning credit that have a name."""
-DISCOUNTING: Final = CREDITS[2:]
-"""Those that read ``gamma``."""
-AnchorState: TypeAlias = Literal["named", "seen", "shown"]
-"""What says that two turns began in the same state."""
-COMPARISONS: Final[dict[str, tuple[bool, bool | None]]] = {
-    "grpo": (True, None),
-    "dr_grpo": (True, False),
-    "reinforce_plus_plus": (False, True),
-}
-"""Estimators whose comparison is also one of turns: whether within the group (else the batch), and whether the spread
-divides (None: ``norm_by_std`` says it)."""
 
 
 def _underscored(value: object) -> object:
@@ -50,69 +40,16 @@ def _underscored(value: object) -> object:
     return value.replace("-", "_") if isinstance(value, str) else value
 
 
-class CreditConfig(BaseModel):
-    """Which turn is given how much of what its trajectory earned. A text is its ``name``.
-
-    Attributes:
-        name: ``same``, every turn the trajectory's advantage; ``last``, the last turn alone; ``discounted``, the last
-            turn all of it and each earlier one ``gamma`` times that of the next; ``turns``, each turn by the rewards
-            that were noted on it and after it; ``tokens``, the same of each sampled token; ``gigpo``, the trajectory's
-            advantage and that of the turn among the group's turns from the same state; or ``pkg.module:function``,
-            which says what each turn is worth, or of a whole ``group`` what the advantages of its turns are.
-        gamma: In (0, 1]. ``discounted`` needs one; ``turns``, ``tokens`` and ``gigpo`` discount later rewards by it, by
-            default not at all.
-        omega: ``gigpo``: how much the comparison of turns counts beside that of trajectories; None is 1.
-        state: ``gigpo``: which turns began in the same state: those with one ``named`` state (``info["state"]`` of the
-            environment), with all that the model had ``seen`` equal, or with what it was ``shown`` last; None is
-            ``named`` where the environment names it, else ``seen``.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: ConfigReference = "same"
-    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
-    omega: Annotated[float, Field(ge=0)] | None = None
-    state: AnchorState | None = None
-
-    @model_validator(mode="after")
-    def _names_one(self) -> Self:
-        if not self.custom and self.name not in CREDITS:
-            raise ValueError(f"name is {self.name!r}; allowed: {', '.join(CREDITS)}, or pkg.module:function")
-        if self.name == "discounted" and self.gamma is None:
-            raise ValueError("gamma, in (0, 1]: by how much a turn counts less than the one after it")
-        if self.gamma is not None and self.name not in DISCOUNTING:
-            raise ValueError(f"no gamma: {self.name!r} does not discount")
-        for name, value in (("omega", self.omega), ("state", self.state)):
-            if value is not None and self.name != "gigpo":
-                raise ValueError(f"no {name}: {self.name!r} compares no turns from the same state, gigpo does")
-        return self
-
-    @property
-    def custom(self) -> bool:
-        """Whether a function of the user's says what turns are worth."""
-        return any(mark in self.name for mark in ":./")
-
-    @property
-    def compares(self) -> bool:
-        """Whether turns or tokens are compared, not whole trajectories alone."""
-        return self.custom or self.name in ("turns", "tokens", "gigpo")
-
-    @property
-    def discount(self) -> float:
-        """By how much what comes one turn later counts less."""
-        return 1.0 if self.gamma is None else self.gamma
-
-
 def _credit(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
 class DistillConfig(BaseModel):
-    """Who teaches, and how much that counts.
+    """On-policy distillation: the teacher, and the weights of its advantage and of the rewards'.
 
     Attributes:
         teacher: The name of a policy in ``rollout.frozen``: a model that is served for the run, or a running server.
-        coef: Weight of the teacher's word.
+        coef: Weight of the advantage from the teacher's log-probabilities.
         reward_coef: Weight of the advantage that the rewards give; 0 learns from the teacher alone.
     """
 
@@ -127,29 +64,29 @@ class AlgorithmConfig(BaseModel):
     """From rewards to a loss.
 
     Attributes:
-        advantage: Name of the estimator (``trainer/advantages``), or a function of your own as ``pkg.mod:function``.
+        advantage: Name of the estimator (``algorithms/advantages.py``), or a custom function as ``pkg.mod:function``.
         advantage_options: Options of that estimator by name.
-        credit: Which turn of a trajectory is given how much (``trainer/credit.py``); by default all the same.
+        credit: How the reward is credited to turns (``algorithms/credit.py``); by default all get the same.
         norm_by_std: Divide by the group's standard deviation (``grpo``, and credit that compares turns).
         std_eps: Added to that standard deviation.
         drop_zero_variance: Leave groups out whose rewards are all equal: they have no gradient, and without them the
             others are not diluted.
-        loss: Name of the policy loss (``trainer/losses``), or a function of your own as ``pkg.mod:function``.
+        loss: Name of the policy loss (``algorithms/losses``), or a custom function as ``pkg.mod:function``.
         loss_options: Options of that loss by name; those left out keep the defaults of its function.
         clip_low: How far the probability ratio may fall below 1; None is the default of the loss.
         clip_high: How far it may rise above 1; None is the default of the loss.
         dual_clip: Bound of the ratio for tokens with negative advantage; None is no bound.
         entropy_coef: Weight of the entropy bonus.
-        loss_aggregation: What a loss is averaged over (``trainer/aggregation.py``); None is what the loss was published
-            with.
+        loss_aggregation: What a loss is averaged over (``algorithms/aggregation.py``); None is what the loss
+            was published with.
         loss_scale: The constant that ``seq_mean_token_sum_norm`` divides by, such as the longest completion.
         epochs: How often a batch is gone through.
         minibatches: Optimizer steps per epoch.
         old_logprobs: What the ratio is taken against: ``rollout`` (what the server reported when it sampled) or
             ``recompute`` (the trainer's own forward before the first update).
-        kl: A penalty for leaving a reference model (``trainer/kl.py``); None is none.
-        correction: For the gap between trainer and rollout (``trainer/correction.py``); None corrects nothing.
-        distill: Learn from a teacher's word on each sampled token (``trainer/distill.py``); None asks nobody.
+        kl: A penalty for leaving a reference model (``algorithms/kl.py``); None is none.
+        correction: For the gap between trainer and rollout (``algorithms/correction.py``); None corrects nothing.
+        distill: Learn from a teacher's log-probability of each sampled token (``trainer/distill.py``); None is none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -204,7 +141,7 @@ class AlgorithmConfig(BaseModel):
 
     @model_validator(mode="after")
     def _turns_are_compared(self) -> Self:
-        known = [name for name in COMPARISONS if self.credit.name != "gigpo" or COMPARISONS[name][0]]
+        known = [name for name, (within, _) in TURN_COMPARISONS.items() if self.credit.name != "gigpo" or within]
         if self.credit.compares and self.advantage not in known:
             raise ValueError(
                 f"credit {self.credit.name!r} compares turns as the estimator compares trajectories, but advantage is "
@@ -323,7 +260,7 @@ class AlgorithmConfig(BaseModel):
         if "selected" in chosen.reads and loss.select is None:
             raise RegistryError(
                 f"algorithm.loss is {self.loss!r}, which asks for selected, but nothing selects tokens for it: name a "
-                "turnwise.trainer.losses.Loss with the function and its select"
+                "turnwise.trainer.algorithms.losses.Loss with the function and its select"
             )
         return chosen
 

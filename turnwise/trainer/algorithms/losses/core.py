@@ -1,8 +1,7 @@
-"""What all losses share: the sums that they return, the bounded log-ratio, and means over spans of tokens.
+"""What losses share: the sums that they return, the bounded log-ratio, and means over spans of tokens.
 
-Owns: :class:`LossSums`, :func:`bounded_log_ratio`, :func:`ratio_sums` and :func:`span_mean`. Refuses: formulas of
-losses, and means over a batch; whoever calls divides by a normaliser of the whole step (``aggregation.py``), which
-makes gradients independent of how rows are split over micro-batches and ranks.
+Sums are not divided here but by the normaliser of the whole step (``aggregation.py``): gradients do not depend on how
+rows are split over micro-batches and ranks.
 """
 
 from __future__ import annotations

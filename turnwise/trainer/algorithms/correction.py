@@ -1,10 +1,4 @@
-"""What to do where the server that sampled and the trainer disagree about probabilities.
-
-Owns: importance weights (:func:`importance_weights`: truncated, or masked as IcePop does), rejection
-(:func:`rejected`), their metrics (:func:`gap_metrics`), and :func:`correct`, which applies them to the rows of a step,
-before the first update and over all of them: nothing depends on micro-batches. Refuses: the ratio of a loss, which is
-another matter where three policies are told apart (``algorithm.old_logprobs: recompute``).
-"""
+"""Correction for the gap between rollout and trainer log-probabilities: importance weights and rejection."""
 
 from __future__ import annotations
 
@@ -17,12 +11,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from turnwise.trainer.losses.core import MAX_LOG_RATIO
+from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
+from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.packing import TrainRow
 
 Level: TypeAlias = Literal["token", "turn", "sequence", "trajectory"]
 Reduction: TypeAlias = Literal["sum", "mean", "max"]
-RowKey: TypeAlias = tuple[str, int]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 

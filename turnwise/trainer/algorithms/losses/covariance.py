@@ -1,8 +1,7 @@
-"""Entropy kept by the few tokens whose log-probability goes along with their advantage.
+"""Clip-Cov and KL-Cov: entropy is kept by the few tokens whose log-probability goes along with their advantage.
 
-Owns: :func:`clip_cov_loss`, :func:`kl_cov_loss`, and how each selects its tokens. Selection reads the whole optimizer
-step and the old policy's log-probabilities, not those of a micro-batch's forward pass as other implementations do: so
-it is independent of how rows are split, and made before the first gradient.
+Selection reads the whole optimizer step and the old policy's log-probabilities, not those of a micro-batch's forward
+pass: it does not depend on how rows are split, and is made before the first gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from turnwise.trainer.losses.core import ClipLow, LossSums, NotNegative, bounded_log_ratio, ratio_sums
+from turnwise.trainer.algorithms.losses.core import ClipLow, LossSums, NotNegative, bounded_log_ratio, ratio_sums
 
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 

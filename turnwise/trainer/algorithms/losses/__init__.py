@@ -1,8 +1,7 @@
-"""Losses: pure functions of tensors that return sums.
+"""Losses: pure functions of tensors that return sums, and the registry of policy losses.
 
-Owns: the registry of policy losses (:data:`LOSSES`, :class:`Loss`, :func:`register_loss`, :func:`find_loss`). Refuses:
-means and configuration. Every policy loss takes ``logprobs, old_logprobs, advantages, weights``, each of shape [N], and
-by name what else it reads of :data:`LOSS_DATA` and its options.
+Every policy loss takes ``logprobs, old_logprobs, advantages, weights``, each of shape [N], and by name what else it
+reads of :data:`LOSS_DATA` and its options.
 """
 
 from __future__ import annotations
@@ -13,17 +12,22 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from turnwise.trainer.aggregation import LossAggregation
-from turnwise.trainer.losses.clip import ppo_clip_loss
-from turnwise.trainer.losses.core import LossSums
-from turnwise.trainer.losses.covariance import clip_cov_loss, kl_cov_loss, select_clip_cov, select_kl_cov
-from turnwise.trainer.losses.gap import logprob_gap
-from turnwise.trainer.losses.sequence import gmpo_loss, gspo_loss
-from turnwise.trainer.losses.soft import dro_loss, sapo_loss
-from turnwise.trainer.losses.supervised import cross_entropy_loss, entropy_bonus
-from turnwise.trainer.losses.value import value_loss
-from turnwise.trainer.losses.weighted import cispo_loss, dppo_kl_loss, dppo_tv_loss, gpg_loss
-from turnwise.trainer.registry import enter, find
+from turnwise.trainer.algorithms.aggregation import LossAggregation
+from turnwise.trainer.algorithms.losses.core import LossSums
+from turnwise.trainer.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss, select_clip_cov, select_kl_cov
+from turnwise.trainer.algorithms.losses.policy import (
+    cispo_loss,
+    dppo_kl_loss,
+    dppo_tv_loss,
+    dro_loss,
+    gmpo_loss,
+    gpg_loss,
+    gspo_loss,
+    ppo_clip_loss,
+    sapo_loss,
+)
+from turnwise.trainer.algorithms.losses.terms import cross_entropy_loss, entropy_bonus, logprob_gap, value_loss
+from turnwise.trainer.algorithms.registry import enter, find
 
 LossFn: TypeAlias = Callable[..., LossSums]
 SelectFn: TypeAlias = Callable[..., Tensor]

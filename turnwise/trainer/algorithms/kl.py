@@ -1,23 +1,17 @@
-"""A KL penalty against a reference: what is configured, its coefficient over a run, and what it takes from rewards.
-
-Owns: :class:`KLConfig`, :class:`KLControl` (the coefficient, fixed or adapted; part of a checkpoint), :func:`charge`
-and :func:`penalised`. Refuses: the estimators (``losses/kl.py``), and the reference model (``reference.py``).
-"""
+"""The KL penalty against a reference model: its section, its coefficient over a run, and what tokens pay in rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from turnwise.config import ConfigPath
-from turnwise.trainer.losses.kl import KL_ESTIMATORS, adapted_coef, kl_estimate
-from turnwise.trajectory import TrainSample, Trajectory
-
-RowKey = tuple[str, int]
+from turnwise.trainer.algorithms.losses.kl import KL_ESTIMATORS, adapted_coef, kl_estimate
+from turnwise.trainer.algorithms.rewards import RowKey
 
 HORIZON = 10_000
 """Trajectories over which an adaptive coefficient changes by about a fifth, where the configuration says nothing."""
@@ -91,7 +85,7 @@ class KLTerm:
     """The penalty as a term of the loss of one step.
 
     Attributes:
-        estimator: A name for :func:`turnwise.trainer.losses.kl.kl_estimate`.
+        estimator: A name for :func:`turnwise.trainer.algorithms.losses.kl.kl_estimate`.
         coef: Its weight.
         ref_logprobs: The reference's log-probabilities of the rows' trained tokens, by row.
     """
@@ -103,7 +97,7 @@ class KLTerm:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a step's sampled tokens pay in the reward.
+    """The KL penalties that a step's sampled tokens pay in the reward.
 
     Attributes:
         tokens: For each row what each of its trained tokens pays, shape [N].
@@ -126,7 +120,7 @@ def charge(
     Args:
         logprobs: Of the policy before the step's first update, by row, each of shape [N].
         ref_logprobs: Of the reference, by row, each of shape [N].
-        estimator: A name for :func:`turnwise.trainer.losses.kl.kl_estimate`.
+        estimator: A name for :func:`turnwise.trainer.algorithms.losses.kl.kl_estimate`.
         coef: Weight of the penalty.
     """
     values = {key: kl_estimate(estimator, logprobs[key], ref).double() for key, ref in ref_logprobs.items()}
@@ -135,24 +129,3 @@ def charge(
     trajectories = {name for name, _ in values}
     tokens = {key: coef * value for key, value in values.items()}
     return Charge(tokens, total / max(1, count), coef * total / max(1, len(trajectories)))
-
-
-def penalised(trajectory: Trajectory, samples: Sequence[TrainSample], tokens: Mapping[RowKey, Tensor]) -> Trajectory:
-    """Return a trajectory with what its turns pay among its rewards, as events named ``kl``.
-
-    Its reward then is ``r - sum_t penalty_t`` over its sampled tokens, and what a turn earns its own rewards less the
-    penalties of its own tokens. What no row holds (cut off, left out by an agent) pays nothing.
-
-    Args:
-        trajectory: A member of a step; it is not changed.
-        samples: Its rows.
-        tokens: What their tokens pay.
-    """
-    paid: dict[int, float] = {}
-    for sample in samples:
-        turns = sample.turn_ids[sample.loss_mask].tolist()
-        for turn, value in zip(turns, tokens[sample.key].tolist(), strict=True):
-            paid[turn] = paid.get(turn, 0.0) + value
-    names = [segment.turn_id for segment in trajectory.segments if segment.sampled]
-    events = [(names[turn], "kl", -value) for turn, value in sorted(paid.items())]
-    return replace(trajectory, rewards=[*trajectory.rewards, *events])

@@ -1,8 +1,4 @@
-"""How far the policy has gone from a reference, per token, and how strongly that is held against it.
-
-Owns: the estimators of KL(policy || reference) (:data:`KL_ESTIMATORS`, :func:`kl_estimate`), :func:`kl_penalty` for the
-loss and :func:`adapted_coef` for the reward. Refuses: computing the reference's log-probabilities.
-"""
+"""Estimators of KL(policy || reference) per token, the penalty in the loss, and the adapted coefficient."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import RegistryError
-from turnwise.trainer.losses.core import MAX_LOG_RATIO, LossSums
+from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO, LossSums
 
 MAX_K3 = 10.0
 """k3 grows exponentially where the policy has all but given up a token that the reference likes."""

@@ -1,7 +1,4 @@
-"""What the loss of a step is averaged over: tokens, sequences or trajectories.
-
-Owns: :func:`loss_weights` and :func:`weigh`. Refuses: the losses themselves (``losses.py``).
-"""
+"""Loss aggregation: the weights of rows and the normaliser of a step, over tokens, sequences or trajectories."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""From a scored micro-batch to its loss: the one place where configuration, batch and formulas meet.
-
-Owns: :class:`PolicyObjective` and :class:`CrossEntropyObjective`, what ``Learner.forward_backward`` calls per
-micro-batch. Refuses: formulas, which are pure functions in ``losses.py``.
-"""
+"""Objectives: from a scored micro-batch to its summed loss, with entropy bonus and KL penalty."""
 
 from __future__ import annotations
 
@@ -12,14 +8,14 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from turnwise.errors import TrainError
-from turnwise.trainer.algorithm import AlgorithmConfig
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.kl import KLTerm
+from turnwise.trainer.algorithms.losses import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
+from turnwise.trainer.algorithms.losses.kl import kl_penalty
+from turnwise.trainer.algorithms.registry import Chosen
 from turnwise.trainer.diagnostics.gap import GapWatch
-from turnwise.trainer.kl import KLTerm
-from turnwise.trainer.losses import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
-from turnwise.trainer.losses.kl import kl_penalty
 from turnwise.trainer.packing import MicroBatch
 from turnwise.trainer.policy import TokenScores
-from turnwise.trainer.registry import Chosen
 
 PPO_CLIP = Chosen("ppo_clip", ppo_clip_loss, {})
 
@@ -111,7 +107,7 @@ class PolicyObjective:
         if not isinstance(result, LossSums):
             raise TrainError(
                 f"algorithm.loss {self.loss.name!r} returned a {type(result).__name__}; it must return "
-                "turnwise.trainer.losses.LossSums (loss, sums, maxima)"
+                "turnwise.trainer.algorithms.losses.LossSums (loss, sums, maxima)"
             )
         if result.loss.shape != ():
             raise TrainError(

@@ -1,7 +1,4 @@
-"""Losses of pairs: what was preferred against what was not.
-
-Owns: :func:`dpo_loss`, :func:`ipo_loss`, :func:`rpo_term`, :func:`bradley_terry_loss` and :func:`pair_sums`. Refuses:
-policy losses, means over a step (the caller divides by its number of pairs), and the reference's forward pass.
+"""Losses of preference pairs, for policies (DPO, IPO, RPO) and reward models.
 
 With ``s_c`` and ``s_r`` the log-probabilities of the chosen and the rejected completion (sums over their tokens, or
 means where lengths are normalised), the losses of policies read ``margins``: ``(s_c - ref_c) - (s_r - ref_r)``.
@@ -13,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor
 
-from turnwise.trainer.losses.core import LossSums
+from turnwise.trainer.algorithms.losses.core import LossSums
 
 
 def pair_sums(values: Tensor, sides: Tensor, pairs: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Training algorithms: rewards, credit, advantage estimators, losses, corrections and their configuration."""

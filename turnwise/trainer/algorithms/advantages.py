@@ -1,0 +1,597 @@
+"""Advantage estimators: how much better a trajectory or a turn did than the others that it is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from turnwise.errors import TrainError, shown
+from turnwise.trainer.algorithms.credit import Credit, CustomAdvantages, StateCredit, TrajectoryCredit, Values
+from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES, whitened
+from turnwise.trainer.algorithms.registry import Chosen, enter, find
+from turnwise.trainer.algorithms.rewards import StepRewards
+from turnwise.trajectory import TrainSample
+
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What an estimator returns for n trajectories.
+
+    Attributes:
+        values: float32 of shape [n].
+        dead: bool of shape [n], true in groups without a gradient: all rewards equal, or a single trajectory.
+        groups: How many groups there were.
+        dead_groups: How many of them have no gradient.
+    """
+
+    values: Tensor
+    dead: Tensor
+    groups: int
+    dead_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of n trajectories, in float64: small differences of large rewards are kept.
+
+    Attributes:
+        index: int64 of shape [n], the number (from 0) of each trajectory's group.
+        size: int64 of shape [groups].
+        dead: bool of shape [groups], whether all rewards are equal, as they are in a group of one.
+        mean: Shape [groups], of the rewards.
+        rewards: Shape [n].
+    """
+
+    index: Tensor
+    size: Tensor
+    dead: Tensor
+    mean: Tensor
+    rewards: Tensor
+
+    @classmethod
+    def of(cls, rewards: Tensor, groups: Tensor) -> Self:
+        """Return the groups.
+
+        Args:
+            rewards: Shape [n].
+            groups: Shape [n], integers: the group of each trajectory.
+
+        Raises:
+            TrainError: Shapes differ, or a reward is not finite.
+        """
+        if rewards.ndim != 1 or rewards.shape != groups.shape:
+            shapes = f"rewards have shape {tuple(rewards.shape)}, groups {tuple(groups.shape)}"
+            raise TrainError(f"{shapes}; both must be [n]")
+        if not bool(torch.isfinite(rewards).all()):
+            bad = torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()
+            raise TrainError(f"rewards[{bad[0]}] is {rewards[bad[0]].item()}; every reward must be finite")
+        r = rewards.double()
+        names, index = torch.unique(groups, return_inverse=True)
+        count = len(names)
+        size = torch.bincount(index, minlength=count)
+        low = torch.full((count,), torch.inf, dtype=r.dtype).scatter_reduce(0, index, r, "amin")
+        high = torch.full((count,), -torch.inf, dtype=r.dtype).scatter_reduce(0, index, r, "amax")
+        mean = torch.zeros(count, dtype=r.dtype).index_add(0, index, r) / size
+        return cls(index, size, low == high, mean, r)
+
+    @property
+    def centred(self) -> Tensor:
+        """Rewards less the mean of their group, shape [n]."""
+        return self.rewards - self.mean[self.index]
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of each group with Bessel's correction (n - 1), shape [groups]; 0 for a group of one."""
+        squares = torch.zeros_like(self.mean).index_add(0, self.index, self.centred.square())
+        return (squares / (self.size - 1).clamp(min=1)).sqrt()
+
+    def result(self, values: Tensor, dead: Tensor | None = None) -> Advantages:
+        """Return advantages that are exactly 0 in groups without a gradient.
+
+        Args:
+            values: Shape [n].
+            dead: bool of shape [groups]; by default those whose rewards are all equal.
+        """
+        dead_groups = self.dead if dead is None else dead
+        mask = dead_groups[self.index]
+        return Advantages(values.masked_fill(mask, 0.0).float(), mask, len(self.size), int(dead_groups.sum()))
+
+
+def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: Positive = 1e-4) -> Advantages:
+    """Group-relative advantages.
+
+    For member i of group g: ``A_i = (r_i - mean_g) / (std_g + eps)``: Shao et al. 2024, DeepSeekMath
+    (arXiv:2402.03300), section 4.1.2. Std is that with n - 1, of which the paper says nothing. Without ``norm_by_std``:
+    ``A_i = r_i - mean_g``, as in Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2.
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers: the group of each trajectory.
+        norm_by_std: Whether to divide by the group's standard deviation.
+        eps: Added to the standard deviation.
+
+    Raises:
+        TrainError: Shapes differ, or a reward is not finite.
+    """
+    grouped = Groups.of(rewards, groups)
+    values = grouped.centred / (grouped.std[grouped.index] + eps) if norm_by_std else grouped.centred
+    return grouped.result(values)
+
+
+def dr_grpo(rewards: Tensor, groups: Tensor) -> Advantages:
+    """Group-relative advantages without the standard deviation: ``A_i = r_i - mean_g``.
+
+    Liu et al. 2025, Dr. GRPO, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2. The other half of
+    that paper, a constant in place of the length, is the aggregation ``seq_mean_token_sum_norm``.
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers.
+    """
+    return grpo(rewards, groups, norm_by_std=False)
+
+
+def rloo(rewards: Tensor, groups: Tensor) -> Advantages:
+    """Leave-one-out: a trajectory against the mean of the others of its group.
+
+    ``A_i = r_i - 1/(n-1) sum_(j != i) r_j = n/(n-1) (r_i - mean_g)``: Ahmadian et al. 2024, Back to Basics
+    (arXiv:2402.14740), after Kool et al. 2019.
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers.
+    """
+    grouped = Groups.of(rewards, groups)
+    factor = grouped.size / (grouped.size - 1).clamp(min=1)
+    return grouped.result(grouped.centred * factor[grouped.index])
+
+
+def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Advantages:
+    """The baseline of least variance, in which a trajectory counts by its length.
+
+    ``A_i = r_i - sum_g l_j r_j / sum_g l_j`` with l the number of sampled tokens: Hao et al. 2025, On-Policy RL with
+    Optimal Reward Baseline (arXiv:2505.23585), the simplified baseline b* (the squared gradient norm of a trajectory
+    is taken to grow with its length).
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers.
+        lengths: Shape [n], sampled tokens; above 0.
+
+    Raises:
+        TrainError: Shapes differ, a reward is not finite, or a length is not above 0.
+    """
+    grouped = Groups.of(rewards, groups)
+    if lengths.shape != rewards.shape or not bool((lengths > 0).all()):
+        raise TrainError(
+            f"lengths are {lengths.tolist()}; there must be one above 0 for each of {len(rewards)} rewards"
+        )
+    weight = lengths.double()
+    total = torch.zeros_like(grouped.mean).index_add(0, grouped.index, weight)
+    baseline = torch.zeros_like(grouped.mean).index_add(0, grouped.index, weight * grouped.rewards) / total
+    return grouped.result(grouped.rewards - baseline[grouped.index])
+
+
+def passk(rewards: Tensor, groups: Tensor, *, by_std: bool = False, eps: Positive = 1e-4) -> Advantages:
+    """Only the best of a group is rewarded, by how much it is better than the second: the maximum is what counts.
+
+    ``A_best = (r_best - r_second) / (std_g + eps)``, all others 0: Tang et al. 2025, Optimizing Language Models for
+    Inference Time Objectives using RL (arXiv:2503.19595), the leave-one-out estimator of pass@k; without
+    ``by_std`` the divisor is 1. Where two are best the difference is 0 and the group teaches nothing.
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers.
+        by_std: Whether to divide by the group's standard deviation.
+        eps: Added to the standard deviation.
+    """
+    grouped = Groups.of(rewards, groups)
+    values = torch.zeros_like(grouped.rewards)
+    dead = grouped.dead.clone()
+    for group in range(len(grouped.size)):
+        numbers = torch.nonzero(grouped.index == group).flatten()
+        if len(numbers) > 1:
+            best = grouped.rewards[numbers].topk(2)
+            lead = best.values[0] - best.values[1]
+            values[numbers[best.indices[0]]] = lead / (grouped.std[group] + eps) if by_std else lead
+            dead[group] = lead == 0
+    return grouped.result(values, dead)
+
+
+def reinforce_plus_plus(rewards: Tensor, groups: Tensor) -> Advantages:
+    """REINFORCE with the batch as its baseline.
+
+    ``A_i = (r_i - mean) / sqrt(var + 1e-8)`` over all trajectories of the batch, var unbiased: Hu et al. 2025,
+    REINFORCE++ (arXiv:2501.03262), the global batch normalisation. Groups are not compared: one whose rewards are all
+    equal, or a group of one, still learns from being better or worse than the batch. Only a batch of equal rewards
+    teaches nothing.
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers.
+    """
+    grouped = Groups.of(rewards, groups)
+    equal = len(grouped.rewards) == 0 or bool(grouped.rewards.min() == grouped.rewards.max())
+    return grouped.result(whitened(grouped.rewards), torch.full_like(grouped.dead, equal))
+
+
+def reinforce_plus_plus_baseline(rewards: Tensor, groups: Tensor) -> Advantages:
+    """REINFORCE++ with the group's mean as baseline and the batch's spread as scale.
+
+    ``A_i = (r_i - mean_g) / sqrt(var + 1e-8)``, var that of all ``r - mean_g`` of the batch, unbiased: Hu et al. 2025
+    (arXiv:2501.03262), REINFORCE++-baseline. (Their mean over the batch is 0, so nothing more is subtracted.)
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers.
+    """
+    grouped = Groups.of(rewards, groups)
+    return grouped.result(whitened(grouped.centred, shift=False))
+
+
+def gpg(rewards: Tensor, groups: Tensor) -> Advantages:
+    """Group policy gradient: what teaches makes up for what does not.
+
+    ``A_i = alpha (r_i - mean_g)`` with ``alpha = n / m``, m of the n trajectories being in groups whose rewards
+    differ: Chu et al. 2025, GPG (arXiv:2504.02546), the accurate gradient estimation, with normaliser 1. (Some
+    implementations count non-zero rewards in place of m.) Groups that teach nothing have to stay in the denominator
+    of the loss: ``drop_zero_variance: false``.
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers.
+    """
+    grouped = Groups.of(rewards, groups)
+    telling = int((~grouped.dead[grouped.index]).sum())
+    return grouped.result(grouped.centred * (len(rewards) / max(1, telling)))
+
+
+def gdpo(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    components: Mapping[str, Tensor],
+    reward_weights: dict[str, float] | None = None,
+    eps: Positive = 1e-4,
+) -> Advantages:
+    """Rewards of several names, each compared apart, so that none drowns the others.
+
+    ``a_ik = (r_ik - mean_gk) / (std_gk + eps)`` for each name k, ``s_i = sum_k w_k a_ik``, ``A_i = s_i / sqrt(var(s) +
+    1e-8)`` over the batch: Liu et al. 2026, GDPO (arXiv:2601.05242), group reward-decoupled normalisation. (The mean
+    of s over the batch is 0.)
+
+    Args:
+        rewards: Shape [n], the sums; they decide nothing here.
+        groups: Shape [n], integers.
+        components: For each name the rewards of that name, shape [n].
+        reward_weights: Weight of each name; None weighs all by 1, a name left out has weight 0.
+        eps: Added to each standard deviation.
+
+    Raises:
+        TrainError: A weight has a name that no reward has, though there are rewards.
+    """
+    total = Groups.of(rewards, groups)
+    if not components:
+        # Nothing was earned: in no episode was it the policy's turn, for instance.
+        return total.result(torch.zeros_like(total.rewards), torch.ones_like(total.dead))
+    weights = dict.fromkeys(components, 1.0) if reward_weights is None else reward_weights
+    if unknown := weights.keys() - components.keys():
+        raise TrainError(
+            f"algorithm.advantage_options.reward_weights names {min(unknown)!r}, but the rewards of this batch are "
+            f"{', '.join(sorted(components))}"
+        )
+    summed = torch.zeros_like(total.rewards)
+    dead = torch.ones_like(total.dead)
+    for name, weight in weights.items():
+        each = Groups.of(components[name], groups)
+        scaled = each.centred / (each.std[each.index] + eps)
+        summed += weight * scaled.masked_fill(each.dead[each.index], 0.0)
+        dead &= each.dead if weight else torch.ones_like(each.dead)
+    return total.result(whitened(summed, shift=False), dead)
+
+
+def remax(rewards: Tensor, groups: Tensor, *, baselines: Tensor) -> Advantages:
+    """REINFORCE with the reward of the greedy completion as baseline.
+
+    ``A_i = r_i - b_i``: Li et al. 2023, ReMax (arXiv:2310.10505). Nothing is compared within a group, so a group
+    of one teaches as well as any; a trajectory that earned what the greedy one did has 0.
+
+    Args:
+        rewards: Shape [n].
+        groups: Shape [n], integers.
+        baselines: Shape [n], the reward of a greedy rollout of each trajectory's task.
+
+    Raises:
+        TrainError: Shapes differ, or a number is not finite.
+    """
+    grouped = Groups.of(rewards, groups)
+    values = grouped.rewards - Groups.of(baselines, groups).rewards
+    moving = torch.zeros(len(grouped.size), dtype=torch.int64).index_add(0, grouped.index, (values != 0).long())
+    return grouped.result(values, moving == 0)
+
+
+def gigpo(
+    rewards: Tensor,
+    groups: Tensor,
+    step_returns: Sequence[Tensor],
+    anchors: Sequence[Sequence[Hashable]],
+    *,
+    omega: float = 1.0,
+    norm_by_std: bool = True,
+    eps: float = 1e-4,
+) -> list[Tensor]:
+    """Group-in-group advantages: of the episode within its group, plus of each turn among turns from the same state.
+
+    ``A_it = A^E_i + omega A^S_it``; ``A^E`` as GRPO; ``A^S_it = (G_it - mean) / (std + eps)`` over the turns of the
+    group that began in the same state, ``G_it`` their discounted returns: Feng et al. 2025, GiGPO (arXiv:2505.10978),
+    section 4. A state that was met once gives 0, and so does a group of one. Without ``norm_by_std`` both divisors are
+    1.
+
+    Args:
+        rewards: Shape [n], of the episodes.
+        groups: Shape [n], integers.
+        step_returns: For each trajectory the returns of its turns, shape [turns].
+        anchors: For each trajectory what identifies the state before each turn.
+        omega: Weight of the comparison of turns.
+        norm_by_std: Whether to divide by standard deviations.
+        eps: Added to them.
+
+    Returns:
+        For each trajectory the advantages of its turns, float32 of shape [turns].
+
+    Raises:
+        TrainError: Numbers of turns differ, shapes differ, or a number is not finite.
+    """
+    if [len(each) for each in step_returns] != [len(each) for each in anchors] or len(anchors) != len(rewards):
+        raise TrainError("step_returns and anchors must have one element for each turn of each of the rewards")
+    episodes = Groups.of(rewards, groups)
+    whole = _scaled(episodes, norm_by_std, eps)
+    if not any(len(each) for each in anchors):
+        return [torch.zeros(0) for _ in anchors]
+    names: dict[Hashable, int] = {}
+    states = [
+        names.setdefault((int(group), anchor), len(names))
+        for group, mine in zip(groups, anchors, strict=True)
+        for anchor in mine
+    ]
+    steps = Groups.of(torch.cat([each.double() for each in step_returns]), torch.tensor(states))
+    turns = torch.split(_scaled(steps, norm_by_std, eps), [len(each) for each in anchors])
+    compared = episodes.size[episodes.index] > 1
+    return [(each + omega * turn).float() * several for each, turn, several in zip(whole, turns, compared, strict=True)]
+
+
+def _scaled(grouped: Groups, norm_by_std: bool, eps: float) -> Tensor:
+    values = grouped.centred / (grouped.std[grouped.index] + eps) if norm_by_std else grouped.centred
+    return values.masked_fill(grouped.dead[grouped.index], 0.0)
+
+
+ADVANTAGE_ARGUMENTS = ("rewards", "groups")
+ADVANTAGE_DATA = ("lengths", "components", "baselines")
+"""What an estimator may ask for by name: sampled tokens of each trajectory, shape [n]; rewards by their name, each of
+shape [n]; the reward of the greedy rollout of its group, shape [n], which is rolled out for such an estimator."""
+
+AdvantageFn: TypeAlias = Callable[..., Advantages]
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "opo": opo,
+    "gpg": gpg,
+    "passk": passk,
+    "gdpo": gdpo,
+    "remax": remax,
+}
+"""Estimators by the name that a configuration uses."""
+
+WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
+"""Estimators whose baseline is not the group: a group of one has a gradient, too."""
+WITH_GROUPS = frozenset(ADVANTAGES) - WITHOUT_GROUPS
+"""Estimators by which a group of one has advantage 0. Of a custom estimator it is not known."""
+
+
+def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
+    """Give an estimator a name that ``algorithm.advantage`` takes; without a function, as the decorator of one.
+
+    Args:
+        name: The name.
+        function: Called as every estimator is (:data:`ADVANTAGE_ARGUMENTS`, :data:`ADVANTAGE_DATA`).
+
+    Returns:
+        The function, or the decorator.
+
+    Raises:
+        RegistryError: The name is taken by another estimator.
+    """
+
+    def register(given: AdvantageFn) -> AdvantageFn:
+        enter(name, given, ADVANTAGES, "estimator")
+        return given
+
+    return register if function is None else register(function)
+
+
+def advantage_fn(name: str) -> Callable[..., Any]:
+    """Return an estimator by its name, or a custom one by a reference (``pkg.mod:function``).
+
+    Raises:
+        RegistryError: No such estimator.
+    """
+    function: Callable[..., Any] = find(name, {**ADVANTAGES, **CRITIC_ADVANTAGES}, "algorithm.advantage")
+    return function
+
+
+def compare_returns(
+    returns: Sequence[Values], groups: Sequence[int], *, norm_by_std: bool, eps: float
+) -> tuple[list[Values], list[bool]]:
+    """Compare turns with all turns of their group, in which each trajectory counts once however many it has.
+
+    For turn t of trajectory i of a group of n: ``A_it = (G_it - m) / (s + eps)`` with the mean of the trajectories'
+    means, ``m = 1/n sum_i 1/T_i sum_t G_it``, and the spread around it, ``s^2 = 1/(n-1) sum_i 1/T_i sum_t (G_it -
+    m)^2``. Without ``norm_by_std``: ``A_it = G_it - m``. Where all turns of each trajectory have the same return this
+    is GRPO of the trajectories. A group of one, and one whose returns are all equal, has advantage exactly 0.
+
+    Args:
+        returns: For each trajectory an array with at least one turn (or token).
+        groups: For each trajectory its group.
+        norm_by_std: Whether to divide by the spread.
+        eps: Added to the spread.
+
+    Returns:
+        The advantages of each trajectory's turns, and whether its group has no gradient.
+
+    Raises:
+        TrainError: A return is not finite.
+    """
+    numbers_of: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        numbers_of.setdefault(group, []).append(number)
+    advantages: list[Values] = [np.zeros(len(each)) for each in returns]
+    dead = [False] * len(returns)
+    for numbers in numbers_of.values():
+        every = np.concatenate([returns[number] for number in numbers])
+        if not np.isfinite(every).all():
+            raise TrainError(f"the returns of a group's turns are {every.tolist()}: every number must be finite")
+        if len(numbers) == 1 or every.min() == every.max():
+            for number in numbers:
+                dead[number] = True
+            continue
+        mean = math.fsum(float(returns[number].mean()) for number in numbers) / len(numbers)
+        scale = 1.0
+        if norm_by_std:
+            squares = math.fsum(float(np.square(returns[number] - mean).mean()) for number in numbers)
+            scale = math.sqrt(squares / (len(numbers) - 1)) + eps
+        for number in numbers:
+            advantages[number] = (returns[number] - mean) / scale
+    return advantages, dead
+
+
+TURN_COMPARISONS: dict[str, tuple[bool, bool | None]] = {
+    "grpo": (True, None),
+    "dr_grpo": (True, False),
+    "reinforce_plus_plus": (False, True),
+}
+"""Estimators whose comparison of trajectories is also one of turns: whether within the group (else the batch), and
+whether the spread divides (None: the estimator's option ``norm_by_std``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdvantages:
+    """The advantages of the trajectories of a step.
+
+    Attributes:
+        advantages: For each trajectory one number for all its turns, or one per turn, or one per sampled token.
+        dead: For each trajectory whether its group has no gradient.
+        groups: How many groups there were.
+        dead_groups: How many of them have no gradient.
+        token_starts: Where each turn of a trajectory begins in advantages of tokens; None where they are of turns.
+    """
+
+    advantages: list[float | Values]
+    dead: list[bool]
+    groups: int
+    dead_groups: int
+    token_starts: list[npt.NDArray[np.int64]] | None = None
+
+    def of_row(self, number: int, sample: TrainSample) -> float | npt.NDArray[np.float32]:
+        """Return the advantage of the tokens of a row of trajectory ``number``, 0 where nothing was sampled."""
+        advantages = self.advantages[number]
+        if isinstance(advantages, float):
+            return advantages
+        if self.token_starts is None:
+            # One more at the end, for what no turn sampled: its number is -1.
+            return np.append(advantages, 0.0).astype(np.float32)[sample.turn_ids]
+        row = np.zeros(len(sample.turn_ids), np.float32)
+        sampled = sample.turn_ids >= 0
+        turns = sample.turn_ids[sampled]
+        _, first, inverse = np.unique(turns, return_index=True, return_inverse=True)
+        # A turn stands in a row in one piece, from its first token on.
+        row[sampled] = advantages[self.token_starts[number][turns] + np.arange(len(turns)) - first[inverse]]
+        return row
+
+    def group_metrics(self) -> dict[str, float]:
+        """Return how many groups have a gradient, and the spread over turns where credit tells turns apart."""
+        metrics = {
+            "reward/informative": (len(self.dead) - sum(self.dead)) / max(1, len(self.dead)),
+            "batch/groups": float(self.groups),
+            "batch/dead_groups": float(self.dead_groups),
+        }
+        apart = [each for each in self.advantages if not isinstance(each, float)]
+        if not apart:
+            return metrics
+        return metrics | {
+            "credit/spread": float(np.mean([np.ptp(each) for each in apart])),
+            "credit/silent_turns": float(np.mean(np.concatenate(apart) == 0)),
+            "credit/first": float(np.mean([abs(each[0]) for each in apart])),
+            "credit/last": float(np.mean([abs(each[-1]) for each in apart])),
+        }
+
+
+def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Chosen) -> StepAdvantages:
+    """Compare trajectories, or what credit made of their turns, with the others of their group or batch.
+
+    Args:
+        rewards: The rewards of the step.
+        credit: What is compared: trajectories, the returns of turns or tokens, both, or nothing any more.
+        estimator: The estimator with its options.
+
+    Raises:
+        TrainError: A reward or a return is not finite, or a custom estimator returned something else than advantages.
+    """
+    groups = rewards.groups
+    if isinstance(credit, CustomAdvantages):
+        return _of_turns(credit.advantages, groups)
+    if isinstance(credit, TrajectoryCredit):
+        return _of_trajectories(rewards, credit, estimator)
+    within_groups, fixed = TURN_COMPARISONS[estimator.name]
+    norm_by_std = estimator.options.get("norm_by_std", True) if fixed is None else fixed
+    eps = estimator.options.get("eps", 1e-4)
+    if isinstance(credit, StateCredit):
+        advantages = gigpo(
+            rewards.totals,
+            torch.tensor(groups, dtype=torch.int64),
+            [torch.from_numpy(each) for each in credit.returns],
+            credit.states,
+            omega=credit.omega,
+            norm_by_std=norm_by_std,
+            eps=eps,
+        )
+        return _of_turns([each.double().numpy() for each in advantages], groups)
+    scope = groups if within_groups else [0] * len(groups)
+    compared, dead = compare_returns(credit.returns, scope, norm_by_std=norm_by_std, eps=eps)
+    dead_groups = {group for group, is_dead in zip(groups, dead, strict=True) if is_dead}
+    return StepAdvantages([*compared], dead, len(set(groups)), len(dead_groups), credit.token_starts)
+
+
+def _of_trajectories(rewards: StepRewards, credit: TrajectoryCredit, estimator: Chosen) -> StepAdvantages:
+    """Return the advantages of whole trajectories, shared out among their turns."""
+    estimate = estimator.with_data(lengths=rewards.lengths, components=rewards.components, baselines=rewards.baselines)
+    result = estimate(rewards.totals, torch.tensor(rewards.groups, dtype=torch.int64))
+    if not isinstance(result, Advantages) or result.values.shape != rewards.totals.shape:
+        raise TrainError(
+            f"algorithm.advantage {estimator.name!r} returned {shown(result)}; it must return "
+            "turnwise.trainer.algorithms.advantages.Advantages with one value for each reward"
+        )
+    advantages: list[float | Values] = [float(value) for value in result.values]
+    if credit.shares is not None:
+        advantages = [each * shares for each, shares in zip(advantages, credit.shares, strict=True)]
+    return StepAdvantages(advantages, [bool(flag) for flag in result.dead], result.groups, result.dead_groups)
+
+
+def _of_turns(advantages: Sequence[Values], groups: Sequence[int]) -> StepAdvantages:
+    """Return advantages of turns; a group in which all are 0 has no gradient."""
+    alive = {group for group, each in zip(groups, advantages, strict=True) if each.any()}
+    every = set(groups)
+    return StepAdvantages([*advantages], [group not in alive for group in groups], len(every), len(every - alive))

@@ -1,0 +1,365 @@
+"""Credit assignment: what of a trajectory's reward is compared, and how its turns share the advantage.
+
+Turns are counted in commit order, over all branches of a trajectory, as in ``TrainSample.turn_ids``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from turnwise.config import ConfigReference
+from turnwise.errors import ConfigError, TrainError, shown
+from turnwise.references import load_object
+from turnwise.trainer.algorithms.rewards import StepRewards
+from turnwise.trajectory import Trajectory
+
+CREDITS: Final = ("same", "last", "discounted", "turns", "tokens", "gigpo")
+"""The ways of assigning credit that have a name."""
+DISCOUNTING: Final = CREDITS[2:]
+"""Those that read ``gamma``."""
+AnchorState: TypeAlias = Literal["named", "seen", "shown"]
+"""What makes two states of turns equal."""
+
+Values: TypeAlias = npt.NDArray[np.float64]
+"""One number for each turn of a trajectory, or for each sampled token of it, in commit order."""
+
+
+class CreditConfig(BaseModel):
+    """How a trajectory's reward is credited to its turns. A text is its ``name``.
+
+    Attributes:
+        name: ``same``, every turn the trajectory's advantage; ``last``, the last turn alone; ``discounted``, the last
+            turn all of it and each earlier one ``gamma`` times that of the next; ``turns``, each turn by its return,
+            the rewards noted on it and after it; ``tokens``, the same of each sampled token; ``gigpo``, the
+            trajectory's advantage and that of the turn among the group's turns from the same state; or
+            ``pkg.module:function``, which returns the return of each turn, or of a whole ``group`` the advantages of
+            its turns.
+        gamma: In (0, 1]. ``discounted`` needs one; ``turns``, ``tokens`` and ``gigpo`` discount later rewards by it, by
+            default not at all.
+        omega: ``gigpo``: how much the comparison of turns counts beside that of trajectories; None is 1.
+        state: ``gigpo``: which turns began in the same state: those with one ``named`` state (``info["state"]`` of the
+            environment), with all that the model had ``seen`` equal, or with what it was ``shown`` last; None is
+            ``named`` where the environment names it, else ``seen``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: ConfigReference = "same"
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+    omega: Annotated[float, Field(ge=0)] | None = None
+    state: AnchorState | None = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if not self.custom and self.name not in CREDITS:
+            raise ValueError(f"name is {self.name!r}; allowed: {', '.join(CREDITS)}, or pkg.module:function")
+        if self.name == "discounted" and self.gamma is None:
+            raise ValueError("gamma, in (0, 1]: by how much a turn counts less than the one after it")
+        if self.gamma is not None and self.name not in DISCOUNTING:
+            raise ValueError(f"no gamma: {self.name!r} does not discount")
+        for name, value in (("omega", self.omega), ("state", self.state)):
+            if value is not None and self.name != "gigpo":
+                raise ValueError(f"no {name}: {self.name!r} compares no turns from the same state, gigpo does")
+        return self
+
+    @property
+    def custom(self) -> bool:
+        """Whether a custom function gives the returns, or the advantages, of turns."""
+        return any(mark in self.name for mark in ":./")
+
+    @property
+    def compares(self) -> bool:
+        """Whether turns or tokens are compared, not whole trajectories alone."""
+        return self.custom or self.name in ("turns", "tokens", "gigpo")
+
+    @property
+    def discount(self) -> float:
+        """By how much what comes one turn later counts less."""
+        return 1.0 if self.gamma is None else self.gamma
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryCredit:
+    """Trajectories are compared; their turns share the advantage.
+
+    Attributes:
+        shares: For each trajectory the factor of each turn, shape [turns]; None gives every turn all of it.
+    """
+
+    shares: list[Values] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnCredit:
+    """The returns of turns, or of tokens, are compared.
+
+    Attributes:
+        returns: For each trajectory float64 of shape [turns] or [sampled tokens].
+        token_starts: Where each turn of a trajectory begins in returns of tokens; None where they are of turns.
+    """
+
+    returns: list[Values]
+    token_starts: list[npt.NDArray[np.int64]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateCredit:
+    """Trajectories are compared, and the returns of turns that began in the same state.
+
+    Attributes:
+        returns: For each trajectory float64 of shape [turns].
+        states: For each trajectory the state before each turn.
+        omega: Weight of the comparison of turns.
+    """
+
+    returns: list[Values]
+    states: list[list[Hashable]]
+    omega: float
+
+
+@dataclass(frozen=True, slots=True)
+class CustomAdvantages:
+    """A custom function has compared the turns of each group.
+
+    Attributes:
+        advantages: For each trajectory float64 of shape [turns].
+    """
+
+    advantages: list[Values]
+
+
+Credit: TypeAlias = TrajectoryCredit | ReturnCredit | StateCredit | CustomAdvantages
+
+
+def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, config: CreditConfig) -> Credit:
+    """Return what of the rewards of trajectories is compared, by the configured credit.
+
+    Args:
+        trajectories: Trajectories in which something was sampled; read by custom functions and for states.
+        rewards: Their rewards.
+        config: Name and options of the credit.
+
+    Raises:
+        ConfigError: The custom function cannot be loaded.
+        TrainError: The custom function failed, or a state must be named and is not.
+    """
+    custom = load_credit(config)
+    if custom is not None and custom.of_group:
+        return CustomAdvantages(_by_group(trajectories, rewards.groups, custom))
+    if custom is not None:
+        return ReturnCredit([custom.turn_returns(each) for each in trajectories])
+    gamma = config.discount
+    if config.name == "tokens":
+        pairs = zip(rewards.turn_rewards, rewards.turn_lengths, strict=True)
+        starts = [np.cumsum([0, *lengths], dtype=np.int64)[:-1] for lengths in rewards.turn_lengths]
+        return ReturnCredit([token_returns(each, lengths, gamma) for each, lengths in pairs], starts)
+    if config.name == "turns":
+        return ReturnCredit([turn_returns(each, gamma) for each in rewards.turn_rewards])
+    if config.name == "gigpo":
+        return StateCredit(
+            [turn_returns(each, gamma) for each in rewards.turn_rewards],
+            [anchor_states(each, config.state) for each in trajectories],
+            1.0 if config.omega is None else config.omega,
+        )
+    if config.name == "same":
+        return TrajectoryCredit(None)
+    return TrajectoryCredit([turn_shares(config.name, len(each), gamma) for each in rewards.turn_lengths])
+
+
+def _by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], custom: CustomCredit) -> list[Values]:
+    """Call a custom function with each group; a group of one has advantage 0."""
+    advantages: list[Values] = [np.zeros(_turns(each)) for each in trajectories]
+    for group in sorted(set(groups)):
+        numbers = [number for number, other in enumerate(groups) if other == group]
+        if len(numbers) > 1:
+            found = custom.advantages([trajectories[number] for number in numbers])
+            for number, each in zip(numbers, found, strict=True):
+                advantages[number] = each
+    return advantages
+
+
+def _turns(trajectory: Trajectory) -> int:
+    return sum(segment.sampled for segment in trajectory.segments)
+
+
+def turn_shares(name: str, turns: int, gamma: float) -> Values:
+    """Return by how much each turn's share of its trajectory's advantage is multiplied, shape [turns].
+
+    ``same``: 1. ``last``: 1 for the last turn, else 0. ``discounted``: ``gamma ** (turns - 1 - t)`` for turn t, so that
+    the last one has all of it.
+    """
+    if name == "last":
+        return np.array([float(turn == turns - 1) for turn in range(turns)], np.float64)
+    if name == "discounted":
+        return np.array([gamma ** (turns - 1 - turn) for turn in range(turns)], np.float64)
+    return np.ones(turns)
+
+
+def turn_returns(rewards: Sequence[float], gamma: float) -> Values:
+    """Return the discounted return of each turn: ``G_t = r_t + gamma * G_(t+1)``, shape [turns]."""
+    returns = np.zeros(len(rewards))
+    ahead = 0.0
+    for turn in range(len(rewards) - 1, -1, -1):
+        ahead = rewards[turn] + gamma * ahead
+        returns[turn] = ahead
+    return returns
+
+
+def token_returns(rewards: Sequence[float], tokens: Sequence[int], gamma: float) -> Values:
+    """Return the discounted return of each sampled token, shape [sum of tokens]: ``G_t = r_t + gamma * G_(t+1)``.
+
+    The reward of a turn comes with its last token; the token after the last one of a turn is the first one of the next:
+    what was not sampled is no step. The return of REINFORCE (Williams 1992), discounted per token as in Hu et al. 2025,
+    REINFORCE++ (arXiv:2501.03262).
+
+    Args:
+        rewards: Of each turn.
+        tokens: How many tokens each turn sampled; the reward of one without any comes with the token before it.
+        gamma: Discount from one sampled token to the next.
+    """
+    parts: list[Values] = []
+    ahead = 0.0
+    for reward, count in zip(reversed(rewards), reversed(tokens), strict=True):
+        if not count:
+            ahead += reward / gamma
+            continue
+        part = gamma ** np.arange(count - 1, -1, -1, dtype=np.float64) * (reward + gamma * ahead)
+        ahead = float(part[0])
+        parts.append(part)
+    return np.concatenate(parts[::-1]) if parts else np.zeros(0)
+
+
+def anchor_states(trajectory: Trajectory, state: AnchorState | None) -> list[Hashable]:
+    """Return the state before each turn, in commit order, for GiGPO: turns with equal ones are compared.
+
+    Args:
+        trajectory: The trajectory.
+        state: ``named``: the environment's name of the state after the turn before it in the same branch, or the one
+            that the session began in. ``seen``: all ids that the model saw. ``shown``: the ids that came since the turn
+            before it in the same branch. None: ``named`` where the environment named the state, else ``seen``.
+
+    Raises:
+        TrainError: States must be named, and one is not.
+    """
+    # Of the ids up to each segment's end, and of those since the turn before it: how they were cut says nothing.
+    whole: list[blake2b] = []
+    since: list[blake2b] = []
+    names: list[str | None] = []
+    states: list[Hashable] = []
+    for segment in trajectory.segments:
+        root = segment.parent < 0
+        before = blake2b(digest_size=16) if root else whole[segment.parent].copy()
+        news = blake2b(digest_size=16) if root else since[segment.parent].copy()
+        name = trajectory.states.get("") if root else names[segment.parent]
+        if segment.sampled:
+            if state == "named" and name is None:
+                raise TrainError(
+                    f"algorithm.credit.state is named, but the environment named none before turn {len(states)} of "
+                    f"trajectory {trajectory.id}: return info['state'] (a text or a whole number) from reset and step, "
+                    "or set it to seen or shown"
+                )
+            named = name is not None and state in (None, "named")
+            states.append(("named", name) if named else (news if state == "shown" else before).digest())
+            name = trajectory.states.get(segment.turn_id or "")
+        ids = segment.ids.tobytes()
+        before.update(ids)
+        news.update(ids)
+        whole.append(before)
+        since.append(blake2b(digest_size=16) if segment.sampled else news)
+        names.append(name)
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class CustomCredit:
+    """A custom credit function.
+
+    Attributes:
+        name: Its reference in the configuration.
+        function: Of one trajectory it returns the return of each turn; of a group, for each trajectory the advantage
+            of each turn.
+        of_group: Whether it takes a group.
+    """
+
+    name: str
+    function: Callable[[Any], Any]
+    of_group: bool
+
+    def turn_returns(self, trajectory: Trajectory) -> Values:
+        """Return the return of each turn of a trajectory, in commit order.
+
+        Raises:
+            TrainError: The function raised, or returned something else.
+        """
+        return _numbers(self._call(trajectory, f"trajectory {trajectory.id}"), trajectory, self._what)
+
+    def advantages(self, group: Sequence[Trajectory]) -> list[Values]:
+        """Return the advantages of the turns of each trajectory of a group, in commit order.
+
+        Raises:
+            TrainError: The function raised, or returned something else.
+        """
+        where = f"group {group[0].group_id}"
+        advantages = self._call(list(group), where)
+        if not isinstance(advantages, (list, tuple)) or len(advantages) != len(group):
+            raise TrainError(
+                f"{self._what} {shown(advantages)} for {where}: it must be a list of {len(group)} lists, one for each "
+                "trajectory in their order"
+            )
+        return [_numbers(each, trajectory, self._what) for each, trajectory in zip(advantages, group, strict=True)]
+
+    @property
+    def _what(self) -> str:
+        return f"algorithm.credit {self.name!r} returned"
+
+    def _call(self, argument: Any, where: str) -> Any:
+        try:
+            return self.function(argument)
+        except Exception as error:
+            what = f"algorithm.credit {self.name!r} raised {type(error).__name__} for {where}"
+            raise TrainError(f"{what}: {error}") from error
+
+
+def load_credit(config: CreditConfig) -> CustomCredit | None:
+    """Return the custom function, or None where a named credit is configured.
+
+    A function whose parameter is called ``group`` is one of a group, any other one of a trajectory.
+
+    Raises:
+        ConfigError: It cannot be loaded, or cannot be called with one argument.
+    """
+    if not config.custom:
+        return None
+    function = load_object(config.name, "algorithm.credit")
+    try:
+        bound = inspect.signature(function).bind(None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"algorithm.credit {config.name!r} cannot be called as f(trajectory) or f(group): {error}"
+        ) from error
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"algorithm.credit {config.name!r} is async: write a plain function")
+    return CustomCredit(config.name, function, "group" in bound.arguments)
+
+
+def _numbers(values: Any, trajectory: Trajectory, what: str) -> Values:
+    turns = _turns(trajectory)
+    listed = values.tolist() if isinstance(values, np.ndarray) else values
+    if not isinstance(listed, (list, tuple)) or len(listed) != turns:
+        raise TrainError(
+            f"{what} {shown(values)} for trajectory {trajectory.id}: it must be a list of {turns} numbers, one for "
+            "each turn in commit order"
+        )
+    for value in listed:
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+            raise TrainError(f"{what} {shown(value)} for a turn of trajectory {trajectory.id}: not a finite number")
+    return np.array(listed, np.float64)

@@ -1,0 +1,188 @@
+"""Generalised advantage estimates of the tokens or turns of a trajectory, from the values of a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from turnwise.errors import TrainError
+
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    last_value: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation of one row, across what was not sampled.
+
+    ``delta_t = r_t + gamma V_(t+1) - V_t``, ``A_t = delta_t + gamma lam A_(t+1)``, returns ``A_t + V_t``: Schulman et
+    al. 2015 (arXiv:1506.02438), eq. 16. t+1 is the next sampled token: observations in between are no steps,
+    neither discounted nor asked for a value.
+
+    Args:
+        rewards: Shape [T]; 0 where nothing was sampled.
+        values: Shape [T]; read where something was sampled.
+        mask: bool of shape [T], true on sampled tokens; None takes all (turns, for instance).
+        gamma: Discount from one step to the next.
+        lam: How far estimates reach (0: one step, 1: to the end).
+        last_value: Value of what comes after the end: 0 where the episode ended, the critic's where it was cut off.
+
+    Returns:
+        Advantages and returns, each of shape [T], 0 where nothing was sampled.
+
+    Raises:
+        TrainError: Shapes differ, or a reward stands where nothing was sampled.
+    """
+    kept = _steps(rewards, values, mask)
+    # Lists, not tensors: reading an element of a tensor costs ten times the arithmetic.
+    earned, expected = rewards.tolist(), values.tolist()
+    advantages, returns = [0.0] * len(earned), [0.0] * len(earned)
+    ahead, following = 0.0, last_value
+    for index in reversed(kept):
+        value = expected[index]
+        ahead = earned[index] + gamma * following - value + gamma * lam * ahead
+        advantages[index], returns[index] = ahead, ahead + value
+        following = value
+    return torch.tensor(advantages, dtype=values.dtype), torch.tensor(returns, dtype=values.dtype)
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor | None = None, *, gamma: float = 1.0) -> Tensor:
+    """What follows from each sampled token on: ``G_t = r_t + gamma G_(t+1)``, 0 where nothing was sampled.
+
+    The return of REINFORCE (Williams 1992), discounted per sampled token as in REINFORCE++ (arXiv:2501.03262).
+
+    Args:
+        rewards: Shape [T]; 0 where nothing was sampled.
+        mask: bool of shape [T], true on sampled tokens; None takes all.
+        gamma: Discount from one sampled token to the next.
+
+    Raises:
+        TrainError: Shapes differ, or a reward stands where nothing was sampled.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma)[1]
+
+
+def _steps(rewards: Tensor, values: Tensor, mask: Tensor | None) -> list[int]:
+    kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    if rewards.ndim != 1 or not rewards.shape == values.shape == kept.shape:
+        shapes = [tuple(each.shape) for each in (rewards, values, kept)]
+        raise TrainError(f"rewards, values and mask have shapes {shapes}; all must be [T]")
+    if bool((rewards[~kept] != 0).any()):
+        place = int(torch.nonzero(~kept & (rewards != 0))[0])
+        raise TrainError(
+            f"rewards[{place}] is {float(rewards[place])}, but nothing was sampled there: note it on a turn"
+        )
+    found: list[int] = torch.nonzero(kept).flatten().tolist()
+    return found
+
+
+def whitened(values: Tensor, mask: Tensor | None = None, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
+    """Return ``(x - mean) / sqrt(var + eps)`` with the unbiased variance, ``sum (x - mean)^2 / (n - 1)``.
+
+    Statistics are those of the elements where ``mask`` is true; elsewhere the result is 0. A single element, and equal
+    ones, become 0 (with ``shift``): Bessel's correction is 1 there.
+
+    Args:
+        values: Any shape.
+        mask: bool of the same shape; None takes every element.
+        shift: Whether the mean is subtracted; without it it is only divided, the spread still taken around the mean.
+        eps: Added to the variance.
+    """
+    kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    count = kept.sum()
+    if not bool(count):
+        return torch.zeros_like(values)
+    mean = values[kept].mean()
+    variance = (values[kept] - mean).square().sum() / (count - 1).clamp(min=1)
+    moved = values - mean if shift else values
+    return (moved * (variance + eps).rsqrt()).masked_fill(~kept, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdvantages:
+    """What the sampled tokens of one trajectory are told, and what its critic is.
+
+    Attributes:
+        advantages: float32 of shape [n].
+        returns: float32 of shape [n], what the critic should have said; 0 where ``valued`` is false.
+        valued: bool of shape [n], the tokens before which the critic is asked.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    valued: Tensor
+
+
+def critic_gae(
+    rewards: Sequence[Tensor],
+    values: Sequence[Tensor],
+    turns: Sequence[Tensor],
+    last_values: Sequence[float],
+    *,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 1.0,
+    value_lam: Fraction | None = None,
+    level: Literal["token", "turn"] = "token",
+    whiten: bool = True,
+) -> list[TokenAdvantages]:
+    """Generalised advantage estimates of a batch of trajectories.
+
+    ``delta_t = r_t + gamma V_(t+1) - V_t``, ``A_t = delta_t + gamma lam A_(t+1)``: Schulman et al. 2015
+    (arXiv:1506.02438), eq. 16. At ``level`` ``token`` t counts sampled tokens: observations between them are no steps.
+    At ``turn`` it counts turns, as in Li et al. 2025, Turn-PPO (arXiv:2512.17008): one value per turn, before its first
+    token, the rewards of its tokens summed, and one advantage for all of them. Returns are ``A_t + V_t``, with
+    ``value_lam`` in place of ``lam`` where it is given: Yuan et al. 2025, VC-PPO (arXiv:2503.01491), decoupled GAE.
+
+    Args:
+        rewards: For each trajectory float of shape [n], of its sampled tokens in the order of time.
+        values: For each shape [n], what the critic expected before each of these tokens.
+        turns: For each int64 of shape [n], the number of each token's turn; never falling.
+        last_values: For each what is to come after its end: 0 where the episode ended there.
+        gamma: Discount from one token (turn) to the next.
+        lam: How far advantages reach: 0 one step, 1 to the end.
+        value_lam: How far the critic's targets reach; None is ``lam``.
+        level: What a step in time is.
+        whiten: Whether advantages are moved to mean 0 and scaled to (unbiased) variance 1 over all tokens of the batch.
+
+    Raises:
+        TrainError: Shapes differ, or turns fall.
+    """
+    found: list[TokenAdvantages] = []
+    for reward, value, turn, last in zip(rewards, values, turns, last_values, strict=True):
+        if reward.ndim != 1 or not reward.shape == value.shape == turn.shape:
+            shapes = [tuple(each.shape) for each in (reward, value, turn)]
+            raise TrainError(f"rewards, values and turns of a trajectory have shapes {shapes}; all must be [n]")
+        if bool((turn.diff() < 0).any()):
+            raise TrainError(f"turns are {turn.tolist()}: they must be in the order of time")
+        first = torch.ones_like(turn, dtype=torch.bool)
+        step = torch.arange(len(turn))
+        if level == "turn":
+            first[1:] = turn.diff() != 0
+            step = first.long().cumsum(0) - 1
+        earned = reward.new_zeros(int(first.sum())).index_add(0, step, reward)
+        expected = value[first]
+        advantages, targets = gae(earned, expected, gamma=gamma, lam=lam, last_value=last)
+        if value_lam is not None:
+            targets = gae(earned, expected, gamma=gamma, lam=value_lam, last_value=last)[1]
+        found.append(TokenAdvantages(advantages[step].float(), targets[step].float() * first, first))
+    if not (whiten and found):
+        return found
+    together = whitened(torch.cat([each.advantages for each in found]).double()).float()
+    parts = torch.split(together, [len(each.advantages) for each in found])
+    return [TokenAdvantages(part, each.returns, each.valued) for part, each in zip(parts, found, strict=True)]
+
+
+CRITIC_ARGUMENTS = ("rewards", "values", "turns", "last_values")
+CRITIC_ADVANTAGES: dict[str, Callable[..., list[TokenAdvantages]]] = {"gae": critic_gae}
+"""Estimators that read the values of a critic, by the name that a configuration uses."""

@@ -1,0 +1,350 @@
+"""Policy losses: what becomes of each sampled token's advantage and ratio, summed over tokens.
+
+The value of losses whose ratio is a constant weight (``cispo``, ``dppo_tv``, ``dppo_kl``, ``gpg``) is no estimate of an
+improvement; their gradient is what counts. A sequence is a row: a branch with the tokens that it owns.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from turnwise.trainer.algorithms.losses.core import (
+    ClipLow,
+    LossSums,
+    NotNegative,
+    Positive,
+    bounded_log_ratio,
+    ratio_sums,
+    span_mean,
+)
+
+
+def ppo_clip_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: ClipLow = 0.2,
+    clip_high: NotNegative = 0.28,
+    dual_clip: Annotated[float, Field(gt=1)] | None = None,
+) -> LossSums:
+    """Clipped policy-gradient loss, summed over tokens.
+
+    ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))`` and per token
+    ``L = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))``: Schulman et al. 2017, PPO
+    (arXiv:1707.06347), eq. 7, with separate bounds as in DAPO (arXiv:2503.14476). With ``dual_clip`` c > 1
+    and A < 0 the loss is at most ``-A * c``: Ye et al. 2020 (arXiv:1912.09729). The sum is
+    ``sum(weights * L)``.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N], of the policy that sampled; constants.
+        advantages: Shape [N]; constants.
+        weights: Shape [N]; constants.
+        clip_low: How far the ratio may fall below 1 (in [0, 1)).
+        clip_high: How far it may rise above 1.
+        dual_clip: The bound for tokens with negative advantage, or None.
+
+    Returns:
+        The loss; the sums ``ratio``, ``approx_kl`` (k3, ``ratio - 1 - log ratio``: Schulman, "Approximating KL
+        divergence", 2020), ``clip_fraction`` (tokens whose gradient the upper or lower bound cut off) and
+        ``dual_clip_fraction``; the maximum ``ratio_max``.
+    """
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    token_loss = torch.maximum(plain, bounded)
+    clipped = bounded > plain
+    dual = torch.zeros_like(clipped)
+    if dual_clip is not None:
+        limit = -advantages * dual_clip
+        dual = (advantages < 0) & (token_loss > limit)
+        token_loss = torch.where(dual, limit, token_loss)
+    sums, maxima = ratio_sums(log_ratio, ratio)
+    sums["clip_fraction"] = clipped.sum().float()
+    sums["dual_clip_fraction"] = dual.sum().float()
+    return LossSums((weights * token_loss).sum(), sums, maxima)
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    sequences: Tensor,
+    clip_low: ClipLow = 3e-4,
+    clip_high: NotNegative = 4e-4,
+) -> LossSums:
+    """Group sequence policy optimization: PPO's clipping on the ratio of the whole sequence.
+
+    ``s_i = exp(mean_t log ratio_t)`` over the tokens of sequence i, and per token ``s_it = sg[s_i] * p_t / sg[p_t]``
+    (equal in value, each token with a gradient of its own); ``L = max(-A * s_it, -A * clip(s_it, 1 - clip_low,
+    1 + clip_high))``: Zheng et al. 2025, GSPO (arXiv:2507.18071), eq. 7 in the form of GSPO-token, which also
+    takes advantages that differ within a sequence. The sum is ``sum(weights * L)``; the paper's objective
+    is the aggregation ``seq_mean_token_mean``.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N]; constants.
+        advantages: Shape [N]; constants.
+        weights: Shape [N]; constants.
+        sequences: int64 of shape [N], the number of each token's sequence.
+        clip_low: How far the sequence's ratio may fall below 1.
+        clip_high: How far it may rise above 1.
+
+    Returns:
+        The loss; the sums ``ratio`` (of sequences), ``approx_kl`` (of tokens) and ``clip_fraction``; ``ratio_max``.
+    """
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
+    mean = span_mean(log_ratio.detach(), sequences)
+    ratio = (mean + logprobs - logprobs.detach()).exp()
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    sums, maxima = ratio_sums(log_ratio, ratio)
+    sums["clip_fraction"] = (bounded > plain).sum().float()
+    return LossSums((weights * torch.maximum(plain, bounded)).sum(), sums, maxima)
+
+
+def gmpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    sequences: Tensor,
+    clip_low: NotNegative = 0.4,
+    clip_high: NotNegative = 0.4,
+) -> LossSums:
+    """Geometric-mean policy optimization: tokens are clipped, then the geometric mean of their ratios is taken.
+
+    Per token ``c_t = sign(A) * min(sign(A) * x_t, sign(A) * clip(x_t, -clip_low, clip_high))`` with ``x_t`` the
+    log-ratio, per sequence ``L_i = -A_i * exp(mean_t c_t)``: Zhao et al. 2025, GMPO (arXiv:2507.20673), the
+    objective (its bounds are exp(-clip_low) and exp(clip_high)). As in GSPO's token form each token
+    has a gradient of its own, so that advantages may differ within a sequence: ``L_it = -A_it * sg[exp(mean_t c_t)] *
+    exp(c_t - sg[c_t])``. The sum is ``sum(weights * L)``; ``seq_mean_token_mean`` is the paper's objective.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N]; constants.
+        advantages: Shape [N]; constants.
+        weights: Shape [N]; constants.
+        sequences: int64 of shape [N], the number of each token's sequence.
+        clip_low: How far the log-ratio of a token may fall below 0.
+        clip_high: How far it may rise above 0.
+
+    Returns:
+        The loss; the sums ``ratio`` (of sequences), ``approx_kl`` (of tokens) and ``clip_fraction``; ``ratio_max``.
+    """
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
+    sign = advantages.sign()
+    clamped = log_ratio.clamp(-clip_low, clip_high)
+    chosen = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    ratio = (span_mean(chosen.detach(), sequences) + chosen - chosen.detach()).exp()
+    sums, maxima = ratio_sums(log_ratio, ratio)
+    sums["clip_fraction"] = (sign * clamped < sign * log_ratio).sum().float()
+    return LossSums((weights * -advantages * ratio).sum(), sums, maxima)
+
+
+def sapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    tau_pos: Positive = 1.0,
+    tau_neg: Positive = 1.05,
+) -> LossSums:
+    """Soft adaptive policy optimization: a sigmoid fades a token's gradient out as its ratio leaves 1.
+
+    ``L = -A * (4 / tau) * sigmoid(tau * (ratio - 1))`` with tau_pos where A > 0 and tau_neg elsewhere: Gao et al.
+    2025, SAPO (arXiv:2511.20347), eq. 6. At ratio 1 the gradient is that of REINFORCE, whatever tau is.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N]; constants.
+        advantages: Shape [N]; constants.
+        weights: Shape [N]; constants.
+        tau_pos: How fast tokens with positive advantage fade.
+        tau_neg: How fast the others fade.
+
+    Returns:
+        The loss; the sums ``ratio``, ``approx_kl`` and ``gate`` (the gradient's weight, 1 at ratio 1); ``ratio_max``.
+    """
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
+    ratio = log_ratio.exp()
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    open_ = torch.sigmoid(tau * (ratio - 1.0))
+    sums, maxima = ratio_sums(log_ratio, ratio)
+    sums["gate"] = (4.0 * open_ * (1.0 - open_)).detach().sum()
+    return LossSums(-(weights * advantages * open_ * 4.0 / tau).sum(), sums, maxima)
+
+
+def dro_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, beta: Positive = 0.1
+) -> LossSums:
+    """Direct reward optimization: REINFORCE with a quadratic pull towards the policy that sampled.
+
+    ``L = -(A * log p - beta / 2 * (log p - log p_old)^2)``: Richemond et al. 2024, DRO (arXiv:2405.19107), the policy's
+    update of DRO-V, here per token with the advantage in place of ``r - V``. The log-ratio is not clamped: its square
+    pulls the harder the further a token has gone.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N]; constants.
+        advantages: Shape [N]; constants. Tokens without any are pulled, too.
+        weights: Shape [N]; constants.
+        beta: How strong the pull is.
+
+    Returns:
+        The loss; the sums ``ratio``, ``approx_kl`` and ``quadratic`` (half the squared log-ratio); ``ratio_max``.
+    """
+    half_square = 0.5 * (logprobs - old_logprobs.detach()).square()
+    log_ratio = bounded_log_ratio(logprobs.detach(), old_logprobs)
+    sums, maxima = ratio_sums(log_ratio, log_ratio.exp())
+    sums["quadratic"] = half_square.detach().sum()
+    return LossSums((weights * (beta * half_square - advantages * logprobs)).sum(), sums, maxima)
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: NotNegative = 1.0,
+    clip_high: NotNegative = 0.28,
+) -> LossSums:
+    """Clipped importance-sampling weights: no token ever loses its gradient.
+
+    ``L = -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] * A * log p``: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585),
+    eq. 4 and 5. With clip_low 1 there is no lower bound, as in the paper.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N]; constants.
+        advantages: Shape [N]; constants.
+        weights: Shape [N]; constants.
+        clip_low: How far the weight may fall below 1; from 1 on it is not bounded below.
+        clip_high: How far it may rise above 1.
+
+    Returns:
+        The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens whose weight a bound changed);
+        ``ratio_max``.
+    """
+    log_ratio = bounded_log_ratio(logprobs.detach(), old_logprobs)
+    ratio = log_ratio.exp()
+    bounded = ratio.clamp(max(0.0, 1.0 - clip_low), 1.0 + clip_high)
+    sums, maxima = ratio_sums(log_ratio, ratio)
+    sums["clip_fraction"] = (bounded != ratio).sum().float()
+    return LossSums(-(weights * bounded * advantages * logprobs).sum(), sums, maxima)
+
+
+def dppo_tv_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: Positive = 0.2,
+    clip_high: Positive = 0.2,
+    ratio_cap: Positive = 20.0,
+) -> LossSums:
+    """Divergence PPO with the binary total variation: tokens are masked by how far their probability moved.
+
+    ``L = -m * sg[min(ratio, ratio_cap)] * A * log p``, where m is 0 if A > 0 and ``p - p_old > clip_high``, or A < 0
+    and ``p - p_old < -clip_low``, else 1: Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning
+    (arXiv:2602.04879), DPPO with the binary approximation of TV. Rare tokens, whose ratio moves freely at next to no
+    change of the distribution, keep their gradient.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N], of the policy that sampled (the paper trusts no other); constants.
+        advantages: Shape [N]; constants.
+        weights: Shape [N]; constants.
+        clip_low: How far a probability may fall.
+        clip_high: How far it may rise.
+        ratio_cap: The largest weight of a token.
+
+    Returns:
+        The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens masked); ``ratio_max``.
+    """
+    log_ratio = bounded_log_ratio(logprobs.detach(), old_logprobs)
+    moved = logprobs.detach().exp() - old_logprobs.exp()
+    masked = torch.where(advantages > 0, moved > clip_high, moved < -clip_low)
+    return _masked_gradient(logprobs, log_ratio, advantages, weights, masked, ratio_cap)
+
+
+def dppo_kl_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: Positive = 0.05,
+    clip_high: Positive = 0.05,
+    ratio_cap: Positive = 20.0,
+) -> LossSums:
+    """Divergence PPO with the binary KL divergence.
+
+    As :func:`dppo_tv_loss` with ``D = p_old * log(p_old / p) + (1 - p_old) * log((1 - p_old) / (1 - p))``: m is 0 if
+    A > 0, p > p_old and ``D > clip_high``, or A < 0, p < p_old and ``D > clip_low``, else 1: Qi et al. 2026
+    (arXiv:2602.04879), DPPO with the binary approximation of KL.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N], of the policy that sampled; constants.
+        advantages: Shape [N]; constants.
+        weights: Shape [N]; constants.
+        clip_low: The largest divergence of a token that becomes less likely.
+        clip_high: The largest of one that becomes likelier.
+        ratio_cap: The largest weight of a token.
+
+    Returns:
+        The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens masked); ``ratio_max``.
+    """
+    current = logprobs.detach()
+    log_ratio = bounded_log_ratio(current, old_logprobs)
+    p, p_old = current.exp(), old_logprobs.exp()
+    # Away from 1, where log(1 - p) is not finite.
+    rest, rest_old = (1.0 - p).clamp(min=1e-7), (1.0 - p_old).clamp(min=1e-7)
+    divergence = -p_old * log_ratio + rest_old * (rest_old / rest).log()
+    masked = torch.where(advantages > 0, (p > p_old) & (divergence > clip_high), (p < p_old) & (divergence > clip_low))
+    return _masked_gradient(logprobs, log_ratio, advantages, weights, masked, ratio_cap)
+
+
+def gpg_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor) -> LossSums:
+    """Group policy gradient: REINFORCE without a ratio.
+
+    ``L = -A * log p``: Chu et al. 2025, GPG (arXiv:2504.02546): the policy gradient of Williams 1992;
+    what is GPG's own, how it scales advantages, is the estimator ``gpg``.
+
+    Args:
+        logprobs: Shape [N], of the policy being trained; gradients flow through it.
+        old_logprobs: Shape [N]; only for what is reported.
+        advantages: Shape [N]; constants.
+        weights: Shape [N]; constants.
+
+    Returns:
+        The loss; the sums ``ratio`` and ``approx_kl``; ``ratio_max``.
+    """
+    log_ratio = bounded_log_ratio(logprobs.detach(), old_logprobs)
+    sums, maxima = ratio_sums(log_ratio, log_ratio.exp())
+    return LossSums(-(weights * advantages * logprobs).sum(), sums, maxima)
+
+
+def _masked_gradient(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, weights: Tensor, masked: Tensor, ratio_cap: float
+) -> LossSums:
+    """Return ``-sum(weights * kept * min(ratio, cap) * A * log p)`` and what was masked of tokens with an advantage."""
+    ratio = log_ratio.exp()
+    kept = (~masked).to(ratio.dtype)
+    sums, maxima = ratio_sums(log_ratio, ratio)
+    sums["clip_fraction"] = (masked & (advantages != 0)).sum().float()
+    return LossSums(-(weights * kept * ratio.clamp(max=ratio_cap) * advantages * logprobs).sum(), sums, maxima)

@@ -1,0 +1,1 @@
+"""From finished groups to the training rows of a step."""

@@ -1,0 +1,224 @@
+"""Value targets: the critic's values of sampled tokens, and from rewards and values the advantages and returns of rows.
+
+Time, for a critic, is the tokens that are trained, in the order in which their turns were sampled, over all branches
+of a trajectory: each once, valued in the row that owns it. Tokens that were not sampled take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from turnwise.trainer.algorithms.gae import TokenAdvantages
+from turnwise.trainer.algorithms.registry import Chosen
+from turnwise.trainer.algorithms.rewards import RowKey, StepRewards
+from turnwise.trainer.batch_config import BatchConfig
+from turnwise.trainer.critic import Critic
+from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trajectory import TrainSample, Trajectory
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryValues:
+    """The critic's values of one trajectory.
+
+    Attributes:
+        values: For each row of it float32 of shape [trained tokens].
+        last_value: The value after its end, where it was cut off; None where the episode ended there.
+    """
+
+    values: list[Floats]
+    last_value: float | None = None
+
+
+def critic_values(
+    critic: Critic | None,
+    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sequence[TrainSample]],
+    batch: BatchConfig,
+) -> list[TrajectoryValues] | None:
+    """Return the critic's values of the rows of trajectories, before anything is updated; None without a critic.
+
+    Args:
+        critic: The critic.
+        trajectories: The trajectories.
+        samples: For each its rows.
+        batch: The token budget of a micro-batch, and whether rows share prefixes in it.
+    """
+    if critic is None:
+        return None
+    ends = [
+        _open_end(trajectory, own) if trajectory.stop_reason in critic.bootstrap else -1
+        for trajectory, own in zip(trajectories, samples, strict=True)
+    ]
+    rows = [
+        TrainRow(_one_longer(sample) if number == end else sample)
+        for own, end in zip(samples, ends, strict=True)
+        for number, sample in enumerate(own)
+    ]
+    batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
+    by_row: dict[int, Floats] = {}
+    for micro, values in zip(batches, critic.values(batches), strict=True):
+        parts = torch.split(values.float().cpu(), [rows[index].sample.trained_tokens for index in micro.rows])
+        by_row |= {index: part.numpy() for index, part in zip(micro.rows, parts, strict=True)}
+    numbers = iter(range(len(rows)))
+    found: list[TrajectoryValues] = []
+    for own, end in zip(samples, ends, strict=True):
+        of_rows = [by_row[next(numbers)] for _ in own]
+        if end < 0:
+            found.append(TrajectoryValues(of_rows))
+            continue
+        last_value = float(of_rows[end][-1])
+        of_rows[end] = of_rows[end][:-1]
+        found.append(TrajectoryValues(of_rows, last_value))
+    return found
+
+
+def value_rows(
+    rewards: StepRewards,
+    samples: Sequence[Sequence[TrainSample]],
+    penalties: Mapping[RowKey, Tensor],
+    values: Sequence[TrajectoryValues],
+    estimator: Chosen,
+    *,
+    temperature: float,
+) -> tuple[list[TrainRow], dict[str, float]]:
+    """Return the rows of trajectories with advantages, old values and returns, and metrics of the critic.
+
+    Args:
+        rewards: The rewards of the trajectories.
+        samples: For each trajectory its rows.
+        penalties: By row, the KL penalty of each of its trained tokens; empty where there is none.
+        values: For each trajectory the critic's values.
+        estimator: The estimator with its options.
+        temperature: Of the rollouts.
+
+    Raises:
+        TrainError: A number is not finite.
+    """
+    orders = [_TokenOrder.of(own) for own in samples]
+    old_values = [order.in_time(each.values) for order, each in zip(orders, values, strict=True)]
+    turns = [torch.from_numpy(order.turns) for order in orders]
+    earned = [
+        token_rewards(torch.tensor(each, dtype=torch.float64), of_tokens)
+        for each, of_tokens in zip(rewards.turn_rewards, turns, strict=True)
+    ]
+    if penalties:
+        paid = [[penalties[sample.key].numpy().astype(np.float32) for sample in own] for own in samples]
+        earned = [each - order.in_time(own) for each, order, own in zip(earned, orders, paid, strict=True)]
+    advantages: list[TokenAdvantages] = estimator(
+        earned, [each.double() for each in old_values], turns, [each.last_value or 0.0 for each in values]
+    )
+    rows: list[TrainRow] = []
+    for own, order, old, each in zip(samples, orders, old_values, advantages, strict=True):
+        laid = order.to_rows(own, each.advantages), order.to_rows(own, old)
+        returns = order.to_rows(own, each.returns.masked_fill(~each.valued, torch.nan))
+        rows += [
+            TrainRow(sample, advantage, temperature=temperature, values=value, returns=target)
+            for sample, advantage, value, target in zip(own, *laid, returns, strict=True)
+        ]
+    metrics = {"batch/groups": float(len(set(rewards.groups)))}
+    return rows, metrics | _critic_metrics(old_values, advantages, values)
+
+
+def token_rewards(rewards: Tensor, turns: Tensor) -> Tensor:
+    """Return the reward of each token: that of a turn stands on its last one. Shapes [turns], [n] -> [n].
+
+    The reward of a turn of which no token is trained goes to the last token before it; where there is none before, no
+    trained token led to it, and it is left out.
+
+    Args:
+        rewards: Shape [turns].
+        turns: int64 of shape [n], the number of each token's turn; never falling.
+    """
+    laid = torch.zeros(len(turns), dtype=torch.float64)
+    # How many tokens there are up to the end of each turn; the last of them is one before that.
+    ends = torch.searchsorted(turns.contiguous(), torch.arange(len(rewards)), right=True) - 1
+    reached = ends >= 0
+    return laid.index_add(0, ends[reached], rewards.double()[reached])
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenOrder:
+    """Where the trained tokens of a trajectory's rows, laid end to end, stand in time.
+
+    Attributes:
+        order: int64 of shape [n]: the k-th token in time is number order[k] of those.
+        turns: int64 of shape [n], in time.
+    """
+
+    order: npt.NDArray[np.int64]
+    turns: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainSample]) -> _TokenOrder:
+        turns = np.concatenate([np.zeros(0, np.int64), *(each.turn_ids[each.loss_mask] for each in samples)])
+        # Stable: the tokens of a turn stand in one row, and keep their order.
+        order = np.argsort(turns, kind="stable")
+        return cls(order, turns[order])
+
+    def in_time(self, laid: Sequence[Floats]) -> Tensor:
+        """Return what is known of each row's trained tokens in the order of time, shape [n]."""
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *laid])[self.order])
+
+    def to_rows(self, samples: Sequence[TrainSample], in_time: Tensor) -> list[Floats]:
+        """Return for each row float32 of shape [tokens] of what is known in time, 0 where nothing is trained."""
+        laid = np.empty(len(in_time), np.float32)
+        laid[self.order] = in_time.numpy()
+        rows: list[Floats] = []
+        start = 0
+        for sample in samples:
+            row = np.zeros(len(sample.input_ids), np.float32)
+            row[sample.loss_mask] = laid[start : (start := start + sample.trained_tokens)]
+            rows.append(row)
+        return rows
+
+
+def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
+    """Return the row that the last turn stands in, or -1 where it was cut: what came after its end is then known."""
+    last = sum(segment.sampled for segment in trajectory.segments) - 1
+    for number, sample in enumerate(samples):
+        whole = sum(len(segment.ids) for segment in trajectory.path(sample.leaf))
+        # Whether any of it is trained says nothing: an agent's account may leave the last turn out.
+        if len(sample.input_ids) == whole and bool((sample.turn_ids == last).any()):
+            return number
+    return -1
+
+
+def _one_longer(sample: TrainSample) -> TrainSample:
+    """Return a row with one more token, whatever it is: its value is that of the state after the row."""
+    return replace(
+        sample,
+        input_ids=np.append(sample.input_ids, sample.input_ids[-1:]),
+        loss_mask=np.append(sample.loss_mask, True),
+        rollout_logprobs=np.append(sample.rollout_logprobs, np.float32(0)),
+        weight_versions=np.append(sample.weight_versions, np.int32(-1)),
+        turn_ids=np.append(sample.turn_ids, np.int32(-1)),
+    )
+
+
+def _critic_metrics(
+    old_values: Sequence[Tensor], advantages: Sequence[TokenAdvantages], values: Sequence[TrajectoryValues]
+) -> dict[str, float]:
+    """Return mean value and return, and how much of the variance of returns the values explain."""
+    valued = [each.valued for each in advantages]
+    said = torch.cat([each[mask] for each, mask in zip(old_values, valued, strict=True)] or [torch.zeros(0)]).double()
+    returns = torch.cat([each.returns[each.valued] for each in advantages] or [torch.zeros(0)]).double()
+    if not len(said):
+        return {}
+    metrics = {
+        "critic/value": float(said.mean()),
+        "critic/return": float(returns.mean()),
+        "critic/open_ended": sum(each.last_value is not None for each in values) / len(values),
+    }
+    spread = float(returns.var(correction=0))
+    if spread > 0:
+        metrics["critic/explained_variance"] = 1 - float((returns - said).var(correction=0)) / spread
+    return metrics
