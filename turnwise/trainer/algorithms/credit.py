@@ -324,7 +324,7 @@ class CustomCredit:
     def _call(self, argument: Any, where: str) -> Any:
         try:
             return self.function(argument)
-        except Exception as error:
+        except Exception as error:  # a user's function: what it raises is named as its own
             what = f"algorithm.credit {self.name!r} raised {type(error).__name__} for {where}"
             raise TrainError(f"{what}: {error}") from error
 
