@@ -59,7 +59,7 @@ def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0,
 def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> None:
     """Write one member of an archive into a folder, without special permission bits.
 
-    These are the rules of the filter ``tar`` of :mod:`tarfile`, which Python has only from 3.11.4 on.
+    These are the rules of the filter ``tar`` of ``tarfile``, which Python has only from 3.11.4 on.
 
     Raises:
         OSError: It would be written outside of the folder, or cannot be written.

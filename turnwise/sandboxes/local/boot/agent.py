@@ -279,12 +279,11 @@ class Agent:
         os.chdir(self.settings["workdir"])
         try:
             files.serve(request, fds)
+            self.say("exit", request["id"], 0)
         except (OSError, ValueError):
             raise
         except Exception as error:  # noqa: BLE001 - the edge of this process: without a word it would count as killed
             self.say("fail", request["id"], 0, "file", f"{type(error).__name__}: {error}")
-            return
-        self.say("exit", request["id"], 0)
 
     def command(self, request: dict[str, Any], fds: list[int]) -> None:
         """Be the parent of a command and of all that it leaves behind; report the command's end at once."""
