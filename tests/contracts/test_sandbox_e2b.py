@@ -5,6 +5,7 @@ The whole contract over it is in ``tests/real/test_sandbox_examination.py``.
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -109,6 +110,15 @@ async def test_what_has_grown_since_it_was_looked_at_is_bounded(
 
 
 @boxed
+async def test_a_command_whose_stream_ends_without_its_end_is_an_error(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+    async with E2BBackend(**cloud[1]).make(SandboxSpec()) as box:
+        cloud[0].cut_streams = 1
+        with pytest.raises(SandboxError, match="ended without an end event"):
+            await asyncio.wait_for(box.exec(["true"], timeout=None), 60)
+        assert (await box.exec(["true"])).ok
+
+
+@boxed
 async def test_a_user_that_the_template_does_not_have_is_named(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     sandbox = E2BBackend(**cloud[1]).make(SandboxSpec(user="nobody-here"))
     with pytest.raises(SandboxError, match="nobody-here"):
@@ -121,6 +131,10 @@ async def test_starts_that_may_pass_are_told_from_those_that_never_will(cloud: t
     backend = E2BBackend(**config)
     served.fail_starts = 1
     with pytest.raises(SandboxStartError, match="no machine is free"):
+        await backend.make(SandboxSpec()).start()
+    # What stands before the service answers in its place, and not in JSON: that may pass, too.
+    served.unreadable_starts = 1
+    with pytest.raises(SandboxStartError, match=r"E2B did not start .*: JSONDecodeError"):
         await backend.make(SandboxSpec()).start()
     with pytest.raises(SandboxUnavailable, match="template or snapshot 'no-such'"):
         await backend.make(SandboxSpec(image="no-such")).start()

@@ -15,6 +15,9 @@ from turnwise.errors import SandboxError
 from turnwise.sandboxes import Capabilities, ExecResult, Sandbox, SandboxBackend, SandboxProcess, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend
 
+# Python has filters from 3.11.4 on; without one it trusts archives by itself.
+_TRUSTING: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+
 
 async def _believing(inner: Sandbox, command: Any, given: dict[str, Any]) -> ExecResult:
     """Hand the command the channel on which its own end is told, and believe what comes first on it."""
@@ -101,7 +104,7 @@ class BentSandbox(Sandbox):
         taken = "-c" if self.fault == "trusts archives" else "-ch"
         packed = await self.inner.exec(["tar", "-C", source, taken, "."], max_output=2**24)
         with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
-            archive.extractall(target, filter="fully_trusted")
+            archive.extractall(target, **_TRUSTING)
 
     async def snapshot(self) -> str:
         return await self.inner.snapshot()

@@ -87,11 +87,12 @@ class Box:
             *("sh", "-c", _SETUP, "sh", str(self.root), " ".join(seen), python, _INIT),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
         assert self._init.stdout is not None
         line = await self._init.stdout.readline()
-        assert line == b"up\n", f"machine {self.name} did not start: {line!r}"
+        assert line == b"up\n", f"machine {self.name} did not start: {line + await self._init.stdout.read()!r}"
         children = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()
         self.pid = int(children[0])
 

@@ -48,6 +48,8 @@ class Cloud:
         self.created: list[dict[str, Any]] = []
         self.refreshed = 0
         self.fail_starts = 0
+        self.unreadable_starts = 0
+        self.cut_streams = 0
         self.folder = Path(tempfile.mkdtemp(prefix="e2b-cloud-"))
 
     def of(self, headers: Any) -> Box | None:
@@ -61,6 +63,9 @@ class Cloud:
         if self.fail_starts:
             self.fail_starts -= 1
             return JSONResponse({"code": 500, "message": "no machine is free"}, 500, {"Should-Retry": "false"})
+        if self.unreadable_starts:
+            self.unreadable_starts -= 1
+            return Response("<h1>Bad gateway</h1>", 500, media_type="text/html")
         template = asked["templateID"]
         if template not in self.templates and template not in self.snapshots:
             return JSONResponse({"code": 404, "message": f"template '{template}' not found"}, 404)
@@ -209,6 +214,11 @@ class Processes(Process):
         self.cloud.running[key] = process
         try:
             yield _event(Oneof("start", pb.ProcessEvent.StartEvent(pid=process.pid)))
+            if self.cloud.cut_streams:
+                self.cloud.cut_streams -= 1
+                process.kill()
+                await process.wait()
+                return
             async for kind, data in _outputs(process):
                 yield _event(Oneof("data", pb.ProcessEvent.DataEvent(output=Oneof(kind, data))))  # type: ignore[arg-type]
             code = await process.wait()
@@ -290,8 +300,15 @@ def _app(cloud: Cloud) -> Starlette:
         # Starlette hands the prefix over as root_path; the stubs know the whole path.
         await processes({**scope, "root_path": ""}, receive, send)
 
+    async def told(_: Request, error: Exception) -> Response:
+        # Whoever reads that a test failed reads why.
+        return JSONResponse(
+            {"code": 500, "message": f"{type(error).__name__}: {error}"}, 500, {"Should-Retry": "false"}
+        )
+
     name = "/sandboxes/{name}"
     return Starlette(
+        exception_handlers={Exception: told},
         routes=[
             Route("/v2/sandboxes", cloud.create, methods=["POST"]),
             Route("/v2/sandboxes", cloud.list, methods=["GET"]),
@@ -302,7 +319,7 @@ def _app(cloud: Cloud) -> Starlette:
             Route("/files", cloud.files, methods=["GET", "POST"]),
             Route("/health", cloud.health),
             Mount("/process.Process", process_app),
-        ]
+        ],
     )
 
 
@@ -312,7 +329,10 @@ async def e2b_cloud() -> AsyncIterator[tuple[Cloud, dict[str, Any]]]:
     cloud = Cloud()
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(_app(cloud), log_level="warning", lifespan="off", ws="none"))
+    server = uvicorn.Server(
+        # Nobody is cut off because a busy machine made the tests late.
+        uvicorn.Config(_app(cloud), log_level="warning", lifespan="off", ws="none", timeout_keep_alive=600)
+    )
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(server.serve([listener]))
     try:

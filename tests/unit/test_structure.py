@@ -241,6 +241,8 @@ def test_every_package_that_needs_no_torch_is_forbidden_to_import_it(tree: Tree)
 FOREIGN_ATTRIBUTES = {
     "max_position_embeddings",  # a field that not every transformers config has
     "_asdict",  # how a named tuple of the user's is told from a tuple
+    *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
+    "_base_executable",  # the interpreter that a virtual environment was made from, in CPython
     # What objects of pytest have, of one version or another (envs/swe/guard/plugin.py).
     *("__file__", "__func__", "_excinfo", "get_hookimpls", "wasxfail"),
     *("function", "cls", "module", "pytestmark", "_fixtureinfo", "name2fixturedefs", "__mro__", "__dict__"),

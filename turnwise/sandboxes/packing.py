@@ -1,7 +1,8 @@
 """Files and folders as archives, made where they are: on the host, and inside a sandbox by what serves requests there.
 
-Owns: :func:`write_archive`, and what becomes of files that change meanwhile. Refuses: reading archives
-(``archives.py``). It imports nothing of this package: its text and its compiled form travel into sandboxes.
+:func:`write_archive` packs, and copes with files that change meanwhile; :func:`extract` writes one member of an archive
+of the host. What comes out of a sandbox is read elsewhere (``archives.py``). It imports nothing of this package: its
+text and its compiled form travel into sandboxes.
 """
 
 from __future__ import annotations
@@ -53,6 +54,25 @@ def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0,
             continue
         ahead += [(f"{path}/{each}", f"{inside}/{each}") for each in sorted(below, reverse=True)]
     stream.write(bytes(2 * _BLOCK))
+
+
+def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> None:
+    """Write one member of an archive into a folder, without special permission bits.
+
+    These are the rules of the filter ``tar`` of ``tarfile``, which Python has only from 3.11.4 on.
+
+    Raises:
+        OSError: It would be written outside of the folder, or cannot be written.
+    """
+    top = os.path.realpath(folder)
+    place = os.path.realpath(os.path.join(top, member.name))
+    if os.path.commonpath((place, top)) != top:  # a folder of that name is a link that leads elsewhere
+        raise OSError(errno.EINVAL, f"{member.name!r} leads out of the folder that it is unpacked into")
+    member.mode &= 0o755
+    if hasattr(tarfile, "fully_trusted_filter"):
+        archive.extract(member, folder, numeric_owner=True, filter="fully_trusted")
+    else:
+        archive.extract(member, folder, numeric_owner=True)
 
 
 def _add(path: str, name: str, stream: IO[bytes], uid: int, gid: int) -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -25,18 +30,48 @@ def layer(rows_in: int, rows_out: int, *, bias: bool = True, dtype: torch.dtype 
     return made.requires_grad_(False)
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether this processor has kernels for packed matrices of a dtype."""
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (2,), (33,), (300,), (1, 1), (1, 7), (3, 5)])
 def test_results_are_those_of_the_plain_layer(bias, dtype, shape):
     plain = layer(512, 640, bias=bias, dtype=dtype)
-    packed = PackedLinear(plain)
+    model = torch.nn.Sequential(plain)
+    assert bool(pack_linears(model)) == packs(dtype)
+    assert isinstance(model[0], PackedLinear) == packs(dtype)
     rows = torch.randn(*shape, 512).to(dtype)
     with torch.inference_mode():
-        found, expected = packed(rows), linear(rows, plain.weight, plain.bias)
+        found, expected = model(rows), linear(rows, plain.weight, plain.bias)
     assert found.shape == (*shape, 640)
     assert found.dtype == dtype
     assert float((found - expected).abs().max()) <= (1e-4 if dtype == torch.float32 else 3e-2)
+
+
+_WITHOUT_AVX512 = """
+import torch
+from turnwise.inference.packed_linear import pack_linears
+
+for dtype in (torch.float32, torch.bfloat16):
+    plain = torch.nn.Linear(512, 640).to(dtype).requires_grad_(False)
+    model = torch.nn.Sequential(plain)
+    pack_linears(model)
+    for count in (1, 2, 33):
+        rows = torch.randn(count, 512).to(dtype)
+        assert torch.allclose(model(rows), plain(rows), atol=1e-4 if dtype == torch.float32 else 3e-2), (dtype, count)
+    print(type(model[0]).__name__)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the feature that is masked is one of x86")
+def test_without_avx512_layers_of_bfloat16_stay_plain():
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_AVX512], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "PackedLinear\nLinear\n"
 
 
 def test_a_changed_weight_counts_once_it_is_packed():

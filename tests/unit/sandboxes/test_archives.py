@@ -13,7 +13,7 @@ import pytest
 
 from turnwise.errors import SandboxFileError, SandboxFileTooLarge
 from turnwise.sandboxes.archives import pack, unpack
-from turnwise.sandboxes.packing import write_archive
+from turnwise.sandboxes.packing import extract, write_archive
 
 
 def archive(*members: tuple[str, bytes, str | bytes], top: str = ".") -> io.BytesIO:
@@ -214,3 +214,39 @@ def test_what_goes_away_is_left_out_and_nothing_is_waited_for(becomes: str, tmp_
 
     out = changed(tmp_path, change)
     assert {path.name for path in out.iterdir() if path.is_file()} == {"a", "b"}
+
+
+@pytest.fixture(params=["with filters", "without"])
+def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python as it is, and as it was before 3.11.4, when ``tarfile`` had no filters."""
+    if request.param == "with filters":
+        return
+    new = tarfile.TarFile.extract
+
+    def old(self: Any, member: Any, path: str = "", set_attrs: bool = True, *, numeric_owner: bool = False) -> None:
+        self.extraction_filter = lambda found, _: found
+        new(self, member, path, set_attrs, numeric_owner=numeric_owner)
+
+    monkeypatch.delattr(tarfile, "fully_trusted_filter", raising=False)
+    monkeypatch.setattr(tarfile.TarFile, "extract", old)
+
+
+@pytest.mark.usefixtures("python")
+def test_members_are_written_inside_a_folder_on_every_python(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "away").symlink_to(tmp_path)
+    packed = archive(("sub", tarfile.DIRTYPE, ""), ("sub/file", FILE, b"content"), ("sub/link", LINK, "/absolute"))
+    with tarfile.open(fileobj=packed, mode="r|") as made:
+        for member in made:
+            extract(made, member, str(target))
+    assert (target / "sub/file").read_bytes() == b"content"
+    assert (target / "sub/file").stat().st_mode & 0o7777 == 0o755
+    assert (target / "sub/link").readlink() == Path("/absolute")
+    for name in ("away/file", "../file", str(tmp_path / "file")):
+        with tarfile.open(fileobj=archive((name, FILE, b"out")), mode="r|") as made:
+            members = iter(made)
+            next(members)
+            with pytest.raises(OSError, match="leads out of the folder"):
+                extract(made, next(members), str(target))
+    assert not (tmp_path / "file").exists()

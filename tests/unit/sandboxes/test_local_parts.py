@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import struct
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,12 @@ def test_the_hosts_python_is_shown_where_it_is() -> None:
     mounts, env = host_python()
     assert all(str(mount.source) == mount.target for mount in mounts)
     assert env["PATH"].endswith("/usr/bin:/sbin:/bin")
+
+
+def test_an_agent_on_another_python_is_refused_and_what_it_misses_is_named() -> None:
+    plans.check_python(sys.hexversion)
+    with pytest.raises(SandboxUnavailable, match=r"inside a sandbox Python is 3\.9\.2, .*libpython of /.* one folder"):
+        plans.check_python(0x030902F0)
 
 
 def test_a_copy_takes_no_more_room_and_follows_nothing_that_is_swapped(

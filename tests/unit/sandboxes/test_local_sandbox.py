@@ -8,17 +8,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+import venv
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+import turnwise
 from turnwise.errors import SandboxDied, SandboxFileError, SandboxFileNotFound, SandboxUnavailable
 from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python
 from turnwise.sandboxes.local.boot import landlock
+from turnwise.sandboxes.local.channel import Refused
+from turnwise.sandboxes.local.sandbox import LocalSandbox
 
 ISOLATION = "landlock" if landlock.version() else "plain"
 
@@ -60,6 +68,50 @@ async def test_a_session_survives_what_commands_do(tmp_path: Path) -> None:
         assert await process.read() == b"got one\n"
         await process.kill()
         assert await process.wait() == 137
+
+
+_EXAMINE = """
+import asyncio, sys
+import turnwise
+from turnwise.sandboxes import SandboxConfig
+from turnwise.sandboxes.checker import check_sandbox
+
+config = SandboxConfig(name="local", config={"isolation": sys.argv[1], "unsafe": sys.argv[1] == "plain"})
+report = asyncio.run(check_sandbox(config, only=("exec: streams", "trees: upload", "trees: merge", "trees: download")))
+report.raise_for_failures()
+print(turnwise.__file__, sys.executable, report.summary)
+"""
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["linked interpreter", "copied interpreter"])
+def test_the_checkout_and_its_interpreter_may_lie_anywhere(links: bool) -> None:
+    # Below /tmp, which sandboxes have one of their own of, in a folder that their user may not pass.
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="turnwise-checkout-") as folder:
+        package = Path(turnwise.__file__).parent
+        shutil.copytree(package, Path(folder, "turnwise"), ignore=shutil.ignore_patterns("__pycache__"))
+        venv.create(f"{folder}/.venv", symlinks=links)
+        site = next(Path(folder).glob(".venv/lib/python3*/site-packages"))
+        others = [each for each in sys.path if each.endswith("-packages")]
+        (site / "all.pth").write_text("\n".join([folder, *others]) + "\n")
+        done = subprocess.run(
+            [f"{folder}/.venv/bin/python", "-c", _EXAMINE, ISOLATION],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PATH": os.environ["PATH"]},
+            cwd="/",
+        )
+        assert done.returncode == 0, done.stderr
+        expected = f"{folder}/turnwise/__init__.py {folder}/.venv/bin/python local ({ISOLATION}): 6 passed\n"
+        assert done.stdout == expected
+
+
+async def test_a_request_about_files_that_fails_oddly_is_told_apart_from_a_killed_one() -> None:
+    async with backend() as made, opened(made) as sandbox:
+        assert isinstance(sandbox, LocalSandbox)
+        request = await sandbox._alive().request({"op": "write", "path": "no stream", "mode": None})
+        with pytest.raises(Refused, match="^IndexError: "):
+            await request.ended
 
 
 async def test_what_is_killed_inside_is_told_and_swept() -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -146,6 +147,11 @@ def _unpack(source: str, target: Path, commit: str) -> bool:
     if path.is_dir():
         shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True)
         return False
+    if not hasattr(tarfile, "data_filter"):
+        raise TaskError(
+            f"snapshot {source!r}: Python {sys.version.split()[0]} cannot keep an archive inside a folder, which "
+            "3.11.4 and newer can: unpack it yourself and name the folder, or run on a newer Python"
+        )
     try:
         with tarfile.open(path) as archive:
             archive.extractall(target, filter="data")

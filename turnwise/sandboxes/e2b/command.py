@@ -184,10 +184,9 @@ class Running:
         """Wait for the end of the program inside: an end without its last word is a failure."""
         error: Exception = SandboxDied(f"E2B sandbox {self._name} ended before its command did")
         try:
+            # The SDK's own errors end up here as well: whatever it is, nobody may wait for a word that never comes.
             with mapped(self._name):
                 await self._handle.wait()
-        except e2b.CommandExitException:
-            pass
         except SandboxError as failed:
             error = failed
         if not self._started.done():

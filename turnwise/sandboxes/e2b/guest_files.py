@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from turnwise.sandboxes.packing import write_archive
+    from turnwise.sandboxes.packing import extract, write_archive
 
 
 def fail(code: int, why: object) -> None:
@@ -71,7 +71,7 @@ def unpack(path: str) -> None:
             # A link or a file gives way to what comes; a folder is merged.
             if os.path.islink(to) or (os.path.isfile(to) and not member.isdir()):
                 os.unlink(to)
-            archive.extract(member, path, set_attrs=not member.issym())
+            extract(archive, member, path)
 
 
 def pack(path: str, most: str) -> None:

@@ -9,11 +9,9 @@ import contextlib
 from collections.abc import Iterator
 
 import e2b
-import httpx
 
 from turnwise.errors import SandboxDied, SandboxError, SandboxStartError, SandboxUnavailable
 
-_TRANSPORT = (httpx.HTTPError, OSError)
 _GONE = (e2b.SandboxNotFoundException, e2b.SandboxNotRunningException)
 
 
@@ -28,11 +26,13 @@ def mapped(sandbox: str) -> Iterator[None]:
     """
     try:
         yield
+    except SandboxError:
+        raise
     except e2b.AuthenticationException as error:
         raise SandboxUnavailable(f"E2B does not take the API key: {error}") from error
     except _GONE as error:
         raise SandboxDied(f"E2B sandbox {sandbox} is gone: {error}") from error
-    except (e2b.SandboxException, *_TRANSPORT) as error:
+    except Exception as error:  # the SDK also raises plain ones, and what an answer that is no JSON gives
         raise SandboxError(f"E2B sandbox {sandbox}: {type(error).__name__}: {error}") from error
 
 
@@ -48,7 +48,7 @@ def starting(what: str) -> Iterator[None]:
         yield
     except e2b.AuthenticationException as error:
         raise SandboxUnavailable(f"E2B does not take the API key: {error}") from error
-    except (e2b.SandboxException, *_TRANSPORT) as error:
+    except Exception as error:
         status = error.status_code if isinstance(error, e2b.SandboxException) else None
         wrong = isinstance(error, e2b.NotFoundException | e2b.InvalidArgumentException | e2b.TemplateException)
         if wrong or status in {400, 403, 404}:

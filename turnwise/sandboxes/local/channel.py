@@ -72,7 +72,8 @@ class Channel:
         self._ids = itertools.count(1)
         self._open: dict[str, Request] = {}
         self._killing: set[str] = set()
-        self.ready: asyncio.Future[None] = self._loop.create_future()
+        # The version of the Python that the agent runs on.
+        self.ready: asyncio.Future[int] = self._loop.create_future()
         self.ready.add_done_callback(retrieved)
         self.dead = False
         end.setblocking(False)
@@ -162,7 +163,8 @@ class Channel:
     def _answer(self, words: list[str], fds: list[int]) -> None:
         kind, name = words[0], words[1]
         if kind == "ready":
-            _settle(self.ready, None)
+            if not self.ready.done():
+                self.ready.set_result(int(name))
             return
         request = self._open.get(name)
         if request is not None and fds and request.handed < 0:
@@ -198,7 +200,8 @@ class Channel:
         self._end.close()
         waiting = [each for request in self._open.values() for each in (request.started, request.ended, request.gone)]
         self._open.clear()
-        for each in (self.ready, *waiting):
+        every: list[asyncio.Future[Any]] = [self.ready, *waiting]
+        for each in every:
             if not each.done():
                 each.set_exception(SandboxDied(self._lost()))
 

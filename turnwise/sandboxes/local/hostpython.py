@@ -1,6 +1,6 @@
 """The interpreter and the packages of this process, seen from inside a sandbox.
 
-Owns: :func:`host_python`.
+:func:`host_python` is what a sandbox needs to have them; :func:`base_executable` the program itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
+def base_executable() -> Path:
+    """Return the interpreter's program where its standard library and its libraries lie beside it.
+
+    A virtual environment may hold a copy of the program, which finds neither once it is shown alone: it would run on
+    the libraries of another Python of the machine, or not at all.
+    """
+    return Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
+
+
 def host_python() -> tuple[tuple[Mount, ...], dict[str, str]]:
     """Return mounts and variables with which ``python`` inside is the interpreter of this process, with its packages.
 
@@ -27,12 +36,14 @@ def host_python() -> tuple[tuple[Mount, ...], dict[str, str]]:
     """
     folders = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.base_exec_prefix)]
     # A link on the way (a version manager's "3.11" for "3.11.7") is followed by what it leads to, under its own name.
-    folders += [Path(os.path.realpath(sys.executable)).parents[1]]
+    folders += [Path(os.path.realpath(sys.executable)).parents[1], base_executable().parents[1]]
     home = _home_of(Path(sys.prefix))
     if home is not None:
         folders.append(home.parent)
-    for name in ("purelib", "platlib"):
-        place = Path(sysconfig.get_path(name))
+    places = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    # A .pth file may add another environment's packages.
+    places += [each for each in sys.path if each.endswith(("site-packages", "dist-packages")) and os.path.isdir(each)]
+    for place in map(Path, places):
         if not any(place.is_relative_to(folder) for folder in folders):
             folders.append(place)
     mounts: list[Mount] = []

@@ -16,7 +16,7 @@ from typing import Any, Final
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.core import SandboxSpec
 from turnwise.sandboxes.local.boot import seccomp
-from turnwise.sandboxes.local.hostpython import SYSTEM_PATH
+from turnwise.sandboxes.local.hostpython import SYSTEM_PATH, base_executable
 from turnwise.sandboxes.local.rungs import RESERVE, Rung
 
 USER: Final = "sandbox"
@@ -104,7 +104,7 @@ def plan(rung: Rung, spec: SandboxSpec, place: Place, origin: Origin) -> dict[st
         made["seccomp"] = "pass" if _filtered(rung) else None
         made["argv"] = _bubblewrap(rung, spec, place, origin, files, seen)
     else:
-        made["argv"] = _python(sys.executable, str(place.state / "boot"))
+        made["argv"] = [str(base_executable()), "-I", "-S", f"{place.state}/boot/agent.pyc", "{control}"]
         made["cwd"] = str(files / "work")
         if rung.uid is not None:
             made["reveal"] = [str(interpreter()), *(str(mount.source.absolute()) for mount in spec.mounts)]
@@ -117,10 +117,6 @@ def plan(rung: Rung, spec: SandboxSpec, place: Place, origin: Origin) -> dict[st
 
 def _filtered(rung: Rung) -> bool:
     return "seccomp" not in rung.without and seccomp.program(os.uname().machine) is not None
-
-
-def _python(executable: str, boot: str) -> list[str]:
-    return [os.path.realpath(executable), "-I", "-S", f"{boot}/agent.pyc", "{control}"]
 
 
 def _files(made: dict[str, Any], rung: Rung, spec: SandboxSpec, files: Path, origin: Origin) -> list[tuple[str, str]]:
@@ -166,7 +162,7 @@ def _shown(wanted: list[tuple[str, str]], rung: Rung) -> list[tuple[str, str]]:
 
 def interpreter() -> Path:
     """Return the folder of this process's interpreter, which the agent runs on."""
-    return Path(os.path.realpath(sys.executable)).parents[1]
+    return base_executable().parents[1]
 
 
 def _bubblewrap(
@@ -205,7 +201,7 @@ def _bubblewrap(
     if _filtered(rung):
         argv += ["--seccomp", "{seccomp}"]
     argv += ["--setenv", "LD_LIBRARY_PATH", f"{PYTHON}/lib", "--chdir", "/", "--"]
-    program = f"{PYTHON}/{Path(os.path.realpath(sys.executable)).relative_to(python)}"
+    program = f"{PYTHON}/{base_executable().relative_to(python)}"
     loader = [f"{LIBRARIES}/loader", "--library-path", LIBRARIES] if origin.image is not None else []
     return [*argv, *loader, program, "-I", "-S", f"{BOOT}/agent.pyc", "{control}"]
 
@@ -306,3 +302,18 @@ def check(spec: SandboxSpec) -> None:
             raise SandboxUnavailable(f"the mount of {str(mount.source)!r} is seen at {mount.target!r}: not absolute")
         if not mount.source.exists():
             raise SandboxUnavailable(f"the mount {str(mount.source)!r} (seen at {mount.target}) is not there")
+
+
+def check_python(version: int) -> None:
+    """Look at the version of the Python that the agent runs on, as its ``sys.hexversion``.
+
+    Raises:
+        SandboxUnavailable: It is another than that of this process, whose files were shown to it.
+    """
+    if version != sys.hexversion:
+        found = ".".join(str(version >> shift & 0xFF) for shift in (24, 16, 8))
+        raise SandboxUnavailable(
+            f"inside a sandbox Python is {found}, and this process runs on {sys.version.split()[0]}: the standard "
+            f"library or libpython of {base_executable()} is not below {interpreter()}, the only folder of it that "
+            "sandboxes are shown. Make the virtual environment from an interpreter that is installed in one folder"
+        )

@@ -318,6 +318,7 @@ class LocalSandbox(Sandbox):
                 with contextlib.suppress(BlockingIOError):
                     said = os.read(errors, 65_536) or said
                 raise SandboxStartError(f"sandbox {self.id} did not start: {said.decode(errors='replace').strip()}")
+            plans.check_python(self._channel.ready.result())
         finally:
             os.close(errors)
             if told >= 0:

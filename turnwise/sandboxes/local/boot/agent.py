@@ -8,8 +8,8 @@ control socket, and what a stopped or killed shim leaves is found by walking the
 modules are imported: this is what every start of a sandbox waits for.
 
 Requests are marshalled dictionaries with the file descriptors of their streams; answers are words in ASCII:
-``ready``, ``started ID``, ``exit ID STATUS``, ``fail ID ERRNO WHAT TEXT`` and ``gone ID`` (ended by force); the
-answer to ``listen`` carries the socket.
+``ready VERSION`` (of its Python), ``started ID``, ``exit ID STATUS``, ``fail ID ERRNO WHAT TEXT`` and ``gone ID``
+(ended by force); the answer to ``listen`` carries the socket.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Agent:
         self.settings["shell"] = shell[0] if shell else "/bin/sh"
         gc.collect()
         gc.freeze()
-        self.say("ready", os.getpid())
+        self.say("ready", sys.hexversion)
 
     def start(self, request: dict[str, Any], fds: list[int]) -> None:
         """Fork a shim that does what is asked."""
@@ -277,8 +277,13 @@ class Agent:
         import files  # type: ignore[import-not-found]
 
         os.chdir(self.settings["workdir"])
-        files.serve(request, fds)
-        self.say("exit", request["id"], 0)
+        try:
+            files.serve(request, fds)
+            self.say("exit", request["id"], 0)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of this process: without a word it would count as killed
+            self.say("fail", request["id"], 0, "file", f"{type(error).__name__}: {error}")
 
     def command(self, request: dict[str, Any], fds: list[int]) -> None:
         """Be the parent of a command and of all that it leaves behind; report the command's end at once."""

@@ -100,16 +100,18 @@ def unpack(path: str, source: int) -> None:
     """Write what an archive holds into a folder."""
     import tarfile
 
+    import packing
+
     os.makedirs(path, exist_ok=True)
-    with os.fdopen(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-        for member in archive:
-            place = os.path.join(path, member.name)
-            # A file in the place of a link replaces the link, as it would in an empty folder.
-            if not member.isdir() and os.path.islink(place):
-                os.unlink(place)
-            try:
-                archive.extract(member, path, set_attrs=True, numeric_owner=True, filter="tar")
-            except tarfile.TarError as error:  # a folder of that name is a link that leads elsewhere
-                raise OSError(errno.EINVAL, str(error)) from error
-        while stream.read(_CHUNK):
-            pass
+    try:
+        with os.fdopen(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+            for member in archive:
+                place = os.path.join(path, member.name)
+                # A file in the place of a link replaces the link, as it would in an empty folder.
+                if not member.isdir() and os.path.islink(place):
+                    os.unlink(place)
+                packing.extract(archive, member, path)
+            while stream.read(_CHUNK):
+                pass
+    except tarfile.TarError as error:
+        raise OSError(errno.EINVAL, f"it is no archive: {error}") from error
