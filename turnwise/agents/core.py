@@ -380,6 +380,9 @@ class Agent(ABC):
     per episode, many at the same time, so it keeps its state in local variables.
     """
 
+    offers_tools: ClassVar[bool] = True
+    """Whether its prompts hold the environment's tools: the chat template must then show them."""
+
     @abstractmethod
     async def run(self, episode: Episode) -> None:
         """Act until the environment ends the episode or the agent has nothing left to do.

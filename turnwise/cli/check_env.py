@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from turnwise.envs import CheckReport
-    from turnwise.envs.doctor.exam import TokenCounter
+    from turnwise.envs.doctor.exam import PromptIds, TokenCounter
     from turnwise.tasks import Task
 
 
@@ -37,7 +37,18 @@ def command(
         int | None, typer.Option("--context-length", min=1, help="Hold lengths against this many tokens.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Count tokens with the tokenizer in this directory.")
+        Path | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Count tokens with this model's tokenizer; hold its chat template to the tools.",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template", help="Instead of the model's own: a file, or a name as of renderer.chat_template."
+        ),
     ] = None,
     functions: FunctionTools = None,
     tool_config: ToolConfig = None,
@@ -51,8 +62,12 @@ def command(
     from rich.console import Console
 
     from turnwise.envs import check_env
+    from turnwise.errors import ConfigError
 
+    if chat_template is not None and model is None:
+        raise ConfigError(f"--chat-template is {chat_template}, but no model is named: give --model DIR, too")
     tasks, rows = _rows(env, tasks, limit)
+    count, prompt = (None, None) if model is None else _reading(model, chat_template)
     report = asyncio.run(
         check_env(
             env_spec(env, config, functions, tool_config, mcp),
@@ -61,7 +76,8 @@ def command(
             seeds=tuple(range(seeds)),
             timeout=timeout,
             context_length=context_length,
-            count_tokens=None if model is None else _counter(model),
+            count_tokens=count,
+            prompt=prompt,
         )
     )
     if as_json:
@@ -87,11 +103,21 @@ def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, l
     return tasks, rows
 
 
-def _counter(model: Path) -> TokenCounter:
+def _reading(model: Path, chat_template: str | None) -> tuple[TokenCounter, PromptIds | None]:
+    """Return what counts the tokens of a text, and what makes ids of a prompt where there is a chat template."""
+    from turnwise.inference.canonical import canonical_messages
+    from turnwise.inference.config import RendererConfig
     from turnwise.inference.model_dir import read_model_dir
 
-    tokenizer = read_model_dir(model).tokenizer
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    files = read_model_dir(model)
+
+    def count(text: str) -> int:
+        return len(files.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    if chat_template is None and files.template is None:
+        return count, None
+    renderer = RendererConfig(chat_template=chat_template).load(model)
+    return count, lambda messages, tools: renderer.render(canonical_messages(messages), tools).tolist()
 
 
 def _show(report: CheckReport, console: Console) -> None:
