@@ -385,10 +385,8 @@ class Agent(ABC):
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
-        """Act until the environment ends the episode or the agent has nothing left to do.
-
-        Raises:
-            BudgetSpent: From ``session.chat``; let it pass, the runner knows what it means.
+        """Act until the environment ends the episode or the agent has nothing left to do. A BudgetSpent of
+        ``session.chat`` is to pass: the runner knows what it means.
         """
 
     async def close(self) -> None:  # noqa: B027 - most agents hold nothing

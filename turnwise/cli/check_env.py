@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from turnwise.tasks import Task
 
 
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", "-m", help="Count tokens with this model's tokenizer; see that its prompts show the tools."
+    ),
+]
+TemplateName = Annotated[
+    str | None,
+    typer.Option("--chat-template", help="Instead of the model's own: a file, or a name as of renderer.chat_template."),
+]
+
+
 def command(
     env: Annotated[str, typer.Argument(help="A registered name, pkg.mod:Class or file.py:Class.", show_default=False)],
     config: Annotated[
@@ -36,20 +48,8 @@ def command(
     context_length: Annotated[
         int | None, typer.Option("--context-length", min=1, help="Hold lengths against this many tokens.")
     ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Count tokens with this model's tokenizer; hold its chat template to the tools.",
-        ),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template", help="Instead of the model's own: a file, or a name as of renderer.chat_template."
-        ),
-    ] = None,
+    model: ModelFolder = None,
+    chat_template: TemplateName = None,
     functions: FunctionTools = None,
     tool_config: ToolConfig = None,
     mcp: MCPServers = None,
@@ -62,12 +62,9 @@ def command(
     from rich.console import Console
 
     from turnwise.envs import check_env
-    from turnwise.errors import ConfigError
 
-    if chat_template is not None and model is None:
-        raise ConfigError(f"--chat-template is {chat_template}, but no model is named: give --model DIR, too")
     tasks, rows = _rows(env, tasks, limit)
-    count, prompt = (None, None) if model is None else _reading(model, chat_template)
+    count, prompt = _reading(model, chat_template)
     report = asyncio.run(
         check_env(
             env_spec(env, config, functions, tool_config, mcp),
@@ -103,12 +100,17 @@ def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, l
     return tasks, rows
 
 
-def _reading(model: Path, chat_template: str | None) -> tuple[TokenCounter, PromptIds | None]:
-    """Return what counts the tokens of a text, and what makes ids of a prompt where there is a chat template."""
+def _reading(model: Path | None, chat_template: str | None) -> tuple[TokenCounter | None, PromptIds | None]:
+    """Return what counts the tokens of a text, and what makes ids of a prompt, where a model has what it takes."""
+    from turnwise.errors import ConfigError
     from turnwise.inference.canonical import canonical_messages
     from turnwise.inference.config import RendererConfig
     from turnwise.inference.model_dir import read_model_dir
 
+    if model is None:
+        if chat_template is not None:
+            raise ConfigError(f"--chat-template is {chat_template}, but no model is named: give --model DIR, too")
+        return None, None
     files = read_model_dir(model)
 
     def count(text: str) -> int:

@@ -24,6 +24,7 @@ from turnwise.inference.template_renderer import SpecialInText, TemplateRenderer
 from turnwise.inference.tokens import Tokens
 
 __all__ = [
+    "TEMPLATES",
     "SpecialInText",
     "TemplateRenderer",
     "load_renderer",
@@ -32,14 +33,15 @@ __all__ = [
     "shipped_templates",
 ]
 
-_TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).with_name("templates")
+"""The folder of the chat templates that ship."""
 # The headers of every template that ships; a tokenizer without them would read each as a handful of characters.
 _HEADERS = ("<|im_start|>", "<|im_end|>")
 
 
 def shipped_templates() -> list[str]:
     """Return the names of the chat templates that ship, as ``renderer.chat_template`` takes them."""
-    return sorted(file.stem for file in _TEMPLATES.glob("*.jinja"))
+    return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
 
 
 def load_renderer(
@@ -121,7 +123,7 @@ def _template_text(given: str | Path, files: ModelFiles) -> str:
             f"renderer.chat_template is {given!r}, which writes {' and '.join(_HEADERS)}, but the tokenizer of "
             f"{files.path} has no token {' and '.join(missing)}: name a jinja file with this model's own headers"
         )
-    return (_TEMPLATES / f"{given}.jinja").read_bytes().decode("utf-8")
+    return (TEMPLATES / f"{given}.jinja").read_bytes().decode("utf-8")
 
 
 def make_renderer(

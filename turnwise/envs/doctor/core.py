@@ -72,25 +72,25 @@ async def check_env(
 ) -> CheckReport:
     """Play short episodes in an environment and report what is wrong with it.
 
-    Checked are: signatures; the tools' schemas; the shape of what reset returns; that members of a
-    group begin equally; any final message; calls of every kind, together and one by one; that equal seeds give equal
-    episodes, in a used environment too, and while another one runs; close, also after what raised, with no thread or
-    file left; that the chat template shows the tools; lengths against the context; answers that stand in the prompt; that
-    policies which know nothing score no more than the floor, and the reference solution the most; every task by itself, where the environment can say
-    what is wrong with one (``check_task``); what a step costs. Tools are called with made-up
+    Checked are: signatures; the tools' schemas; the shape of what reset returns; that members of a group begin equally;
+    any final message; calls of every kind, together and one by one; that equal seeds give equal episodes, in a used
+    environment too, and while another one runs; close, also after what raised, with no thread or file left; that the
+    chat template shows the tools; lengths against the context; answers that stand in the prompt; that policies which
+    know nothing score no more than the floor, and the reference solution the most; every task by itself, where the
+    environment can say what is wrong with one (``check_task``); what a step costs. Tools are called with made-up
     arguments.
 
     Args:
         env: A registered name or reference, a spec, a class or function that makes one, or (with fewer checks, since
             no second one can be made) an environment.
-        task: What it is reset with.
-        tasks: Several of them. Without either: the first of the environment's own, or none.
+        task: What it is reset with; by default the first of the environment's own tasks, or none.
+        tasks: Several of them.
         looked_at: Those that are looked at one by one, or their source; by default ``tasks``, else all its own.
         seeds: At least one.
         timeout: Seconds that any one call may take. The first that takes longer ends the examination.
         context_length: Tokens of prompt and completion that the model takes, or None.
         count_tokens: Counts the tokens of a text; by default it is estimated.
-        prompt: Makes ids of messages and tools, by a model's chat template, to see whether that shows the tools.
+        prompt: Makes ids of messages and tools by the chat template that is to show the tools.
 
     Returns:
         The report. Nothing is raised for what the environment does wrong.
