@@ -70,15 +70,14 @@ async def check_env(
     count_tokens: TokenCounter | None = None,
     prompt: PromptIds | None = None,
 ) -> CheckReport:
-    """Play short episodes in an environment and report what is wrong with it.
+    """Play short episodes in an environment, with made-up calls of its tools, and report what is wrong with it.
 
     Checked are: signatures; the tools' schemas; the shape of what reset returns; that members of a group begin equally;
     any final message; calls of every kind, together and one by one; that equal seeds give equal episodes, in a used
     environment too, and while another one runs; close, also after what raised, with no thread or file left; that the
     chat template shows the tools; lengths against the context; answers that stand in the prompt; that policies which
     know nothing score no more than the floor, and the reference solution the most; every task by itself, where the
-    environment can say what is wrong with one (``check_task``); what a step costs. Tools are called with made-up
-    arguments.
+    environment can say what is wrong with one (``check_task``); what a step costs.
 
     Args:
         env: A registered name or reference, a spec, a class or function that makes one, or (with fewer checks, since
@@ -114,8 +113,7 @@ async def check_env(
             examined.tasks = tuple(tasks) if tasks else _own_tasks(first)
             examined.rows = _looked_at(first, looked_at or tasks)
         exam = Exam(examined, first, worker)
-        if count_tokens is None:
-            exam.report.notes.append(ESTIMATE)
+        exam.report.notes += [ESTIMATE] * (count_tokens is None)
         await _examine(exam)
         return exam.report
     finally:
