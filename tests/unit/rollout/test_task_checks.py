@@ -157,22 +157,16 @@ class TestToolsShown:
             await check_tools_shown([Task("a", "x")], silent, rollout("lookup"))
 
     async def test_who_is_offered_none_needs_none(self, silent: TemplateRenderer) -> None:
-        without_tools = RolloutConfig.model_validate(
-            {"env": {"name": "single_turn", "config": {"scorer": "builtins:len"}}}
-        )
         tasks = [Task("a", "x")]
-        await check_tools_shown(tasks, silent, without_tools)
+        await check_tools_shown(tasks, silent, rollout("guess_number"))
         await check_tools_shown(tasks, silent, rollout("lookup", agent={"name": "single_turn"}))
         await check_tools_shown([Task("a", "x", {"tool_selection": []})], silent, rollout())
         await check_tools_shown(tasks, TextRenderer(), rollout("lookup"))
 
     async def test_a_task_may_name_the_environment_that_offers_them(self, silent: TemplateRenderer) -> None:
-        without_tools = RolloutConfig.model_validate(
-            {"env": {"name": "single_turn", "config": {"scorer": "builtins:len"}}}
-        )
         tasks = [Task("a", "x"), Task("b", "x", env="lookup")]
         with pytest.raises(ConfigError, match="environment 'lookup' offers the model tools"):
-            await check_tools_shown(tasks, silent, without_tools)
+            await check_tools_shown(tasks, silent, rollout("guess_number"))
 
     async def test_tools_that_the_configuration_loads_are_held_to_it(
         self, silent: TemplateRenderer, tmp_path: Path
