@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
+from turnwise.inference.renderer import TEMPLATES, TemplateRenderer, load_renderer, shipped_templates
 
 SPLIT = "|".join(
     [
@@ -283,6 +283,10 @@ FAMILIES: dict[str, Family] = {
         plain=("<minimax:tool_call>", "</minimax:tool_call>"),
         says=ALL - {"reasoning"},
     ),
+}
+FAMILIES |= {
+    name: Family("hermes", source=(TEMPLATES / f"{name}.jinja").read_text(), plain=_TOOL, says=ALL - {"reasoning"})
+    for name in shipped_templates()
 }
 MAIN = ("qwen3", "qwen2_5", "qwen3_6", "llama3_1", "glm4moe", "gptoss", "own")
 """The families over which the recorder's invariants are tested."""

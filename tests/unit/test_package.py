@@ -129,6 +129,8 @@ def test_the_wheel_has_one_top_level_name_and_all_of_the_package(wheel: Path) ->
     info = f"turnwise-{turnwise.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"turnwise", info}
     expected = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")} | {"turnwise/py.typed"}
+    expected |= {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.jinja")}
+    assert sum(name.endswith(".jinja") for name in expected) >= 2
     assert expected <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert "License-Expression: Apache-2.0" in metadata

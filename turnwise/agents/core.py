@@ -380,13 +380,12 @@ class Agent(ABC):
     per episode, many at the same time, so it keeps its state in local variables.
     """
 
+    # Whether its prompts hold the environment's tools, which the chat template must then show.
+    offers_tools: ClassVar[bool] = True
+
     @abstractmethod
     async def run(self, episode: Episode) -> None:
-        """Act until the environment ends the episode or the agent has nothing left to do.
-
-        Raises:
-            BudgetSpent: From ``session.chat``; let it pass, the runner knows what it means.
-        """
+        """Act until the environment ends the episode or nothing is left to do; let a BudgetSpent pass to the runner."""
 
     async def close(self) -> None:  # noqa: B027 - most agents hold nothing
         """Release what the agent holds between episodes. Called once, when no episode runs any more."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from turnwise.agents.core import Agent, Episode
 from turnwise.types import StopReason
 
 
 class SingleTurnAgent(Agent):
     """Asks the model once, without tools; the environment scores what it says."""
+
+    offers_tools: ClassVar[bool] = False
 
     async def run(self, episode: Episode) -> None:
         """Run one episode."""

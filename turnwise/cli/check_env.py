@@ -13,8 +13,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from turnwise.envs import CheckReport
-    from turnwise.envs.doctor.exam import TokenCounter
+    from turnwise.envs.doctor.exam import PromptIds, TokenCounter
     from turnwise.tasks import Task
+
+
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", "-m", help="Count tokens with this model's tokenizer; see that its prompts show the tools."
+    ),
+]
+TemplateName = Annotated[
+    str | None,
+    typer.Option("--chat-template", help="Instead of the model's own: a file, or a name as of renderer.chat_template."),
+]
 
 
 def command(
@@ -36,9 +48,8 @@ def command(
     context_length: Annotated[
         int | None, typer.Option("--context-length", min=1, help="Hold lengths against this many tokens.")
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Count tokens with the tokenizer in this directory.")
-    ] = None,
+    model: ModelFolder = None,
+    chat_template: TemplateName = None,
     functions: FunctionTools = None,
     tool_config: ToolConfig = None,
     mcp: MCPServers = None,
@@ -53,6 +64,7 @@ def command(
     from turnwise.envs import check_env
 
     tasks, rows = _rows(env, tasks, limit)
+    count, prompt = _reading(model, chat_template)
     report = asyncio.run(
         check_env(
             env_spec(env, config, functions, tool_config, mcp),
@@ -61,7 +73,8 @@ def command(
             seeds=tuple(range(seeds)),
             timeout=timeout,
             context_length=context_length,
-            count_tokens=None if model is None else _counter(model),
+            count_tokens=count,
+            prompt=prompt,
         )
     )
     if as_json:
@@ -87,11 +100,26 @@ def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, l
     return tasks, rows
 
 
-def _counter(model: Path) -> TokenCounter:
+def _reading(model: Path | None, chat_template: str | None) -> tuple[TokenCounter | None, PromptIds | None]:
+    """Return what counts the tokens of a text, and what makes ids of a prompt, where a model has what it takes."""
+    from turnwise.errors import ConfigError
+    from turnwise.inference.canonical import canonical_messages
+    from turnwise.inference.config import RendererConfig
     from turnwise.inference.model_dir import read_model_dir
 
-    tokenizer = read_model_dir(model).tokenizer
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    if model is None:
+        if chat_template is not None:
+            raise ConfigError(f"--chat-template is {chat_template}, but no model is named: give --model DIR, too")
+        return None, None
+    files = read_model_dir(model)
+
+    def count(text: str) -> int:
+        return len(files.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    if chat_template is None and files.template is None:
+        return count, None
+    renderer = RendererConfig(chat_template=chat_template).load(model)
+    return count, lambda messages, tools: renderer.render(canonical_messages(messages), tools).tolist()
 
 
 def _show(report: CheckReport, console: Console) -> None:

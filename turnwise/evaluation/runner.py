@@ -19,7 +19,13 @@ from turnwise.inference.core import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.managers import Rollouts
-from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
+from turnwise.rollout.task_checks import (
+    PromptLimit,
+    check_own,
+    check_specs,
+    check_tools_shown,
+    task_source,
+)
 from turnwise.tasks import LoadedTasks, Task, load_mix
 from turnwise.trajectory import TrajectoryGroup
 
@@ -86,7 +92,7 @@ async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Rend
         renderer: Counts the tokens of their prompts, where the plan has a limit.
 
     Raises:
-        ConfigError: Nobody names any.
+        ConfigError: Nobody names any, or the chat template does not show the tools of their environment.
         RegistryError: There is no such environment or agent.
         TaskError: They cannot be loaded, there are none, or they name an environment or agent that cannot be made.
     """
@@ -95,6 +101,7 @@ async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Rend
     keep = await PromptLimit.create(plan.max_prompt_tokens, renderer, rollout)
     loaded = load_mix(source, limit=plan.limit, keep=keep)
     await check_specs(loaded.tasks, rollout)
+    await check_tools_shown(loaded.tasks, renderer, rollout)
     return loaded
 
 

@@ -94,7 +94,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     described = renderer.describe()
     console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
-    renderers = load_renderers(config.rollout.frozen, config.model)
+    renderers = load_renderers(config.rollout.frozen, config.model, config.renderer)
     loaded = await load_eval_tasks(config, config.rollout, renderer)
     for report in loaded.reports:
         console.print(Text(f"tasks: {report}", style="dim"), soft_wrap=True)

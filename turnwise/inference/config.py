@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from turnwise.config import ConfigPath
-from turnwise.errors import ConfigError
+from turnwise.config import ConfigReference
 
 if TYPE_CHECKING:
     from turnwise.inference.core import Renderer
@@ -107,7 +106,9 @@ class RendererConfig(BaseModel):
         format: The chat format, or ``auto``, which decides by rendering probes with the model's own template.
         special_in_text: What happens to the text of special tokens inside messages: ``escape`` keeps it text,
             ``template`` does what the template does (they become control ids).
-        chat_template: A jinja file instead of the model's own template.
+        chat_template: A jinja file instead of the model's own template, or the name of one that ships: ``hermes``,
+            ``hermes-short``.
+        check_template: Whether a trained model is refused another template than the one that it was trained with.
         template_kwargs: Arguments of the template, such as ``enable_thinking``, where a request gives no others.
         fixed_arguments: Whether no request can give others, and the date that a template writes is that of the start.
         date: The date that a template writes; by default that of the day when a session begins.
@@ -117,7 +118,8 @@ class RendererConfig(BaseModel):
 
     format: str = "auto"
     special_in_text: Literal["escape", "template"] = "escape"
-    chat_template: ConfigPath | None = None
+    chat_template: ConfigReference | None = None
+    check_template: bool = True
     template_kwargs: dict[str, Any] = {}
     fixed_arguments: bool = False
     date: datetime.date | None = None
@@ -126,23 +128,21 @@ class RendererConfig(BaseModel):
         """Return the renderer of a model's directory.
 
         Raises:
-            ConfigError: The chat template cannot be read.
-            RenderError: Directory, template or format cannot be used.
+            ConfigError: The chat template cannot be read, or is none that ships.
+            RenderError: Directory, template or format cannot be used, or the model was trained with another template.
         """
         from turnwise.inference.renderer import load_renderer
 
-        template = None
-        if self.chat_template is not None:
-            try:
-                template = self.chat_template.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"renderer.chat_template is {self.chat_template}: {error}") from error
+        given = self.chat_template
+        # A name has neither a folder nor an ending.
+        file = None if given is None or not ("/" in given or Path(given).suffix) else Path(given).expanduser()
         return load_renderer(
             model,
             format=self.format,
             special_in_text=self.special_in_text,
             template_kwargs=self.template_kwargs,
-            chat_template=template,
+            chat_template=file or given,
+            check_template=self.check_template,
             now=None if self.date is None else datetime.datetime.combine(self.date, datetime.time()),
             fixed_arguments=self.fixed_arguments,
         )

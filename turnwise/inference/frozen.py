@@ -38,7 +38,7 @@ class FrozenConfig(BaseModel):
         url: A running server, or several (comma between them); with ``hosted`` the base URL of the endpoint.
         hosted: Says that ``url`` is a hosted endpoint, which tells no token ids: its trajectories are recorded as text.
         temperature: At which it samples; by default as the trained policy does, which greedy evaluation sets to 0.
-        renderer: How messages become ids.
+        renderer: How messages become ids; by default with ``start`` as the run's own ``renderer`` says.
         inference: How the model is served.
     """
 
@@ -90,8 +90,13 @@ class FrozenConfig(BaseModel):
             raise ConfigError(f"{where}.model is {found}: {what}: name the directory of a Hugging Face model")
         return found
 
-    def load(self, name: str, start: Path | None) -> Renderer:
-        """Return the policy's renderer. Arguments as of :meth:`directory`.
+    def load(self, name: str, start: Path | None, own: RendererConfig) -> Renderer:
+        """Return the policy's renderer.
+
+        Args:
+            name: As of :meth:`directory`.
+            start: As of :meth:`directory`.
+            own: How messages become ids for the run's own model.
 
         Raises:
             ConfigError: Its model is not there, tokenizer or template cannot be used, or its key is not set.
@@ -101,7 +106,8 @@ class FrozenConfig(BaseModel):
             return TextRenderer()
         directory = self.directory(name, start)
         try:
-            return self.renderer.load(directory)
+            given = "renderer" in self.model_fields_set
+            return (own if self.start and not given else self.renderer).load(directory)
         except (ConfigError, RenderError) as error:
             raise ConfigError(f"rollout.frozen.{name}: no chat format in {directory}: {error}") from error
 
@@ -123,17 +129,18 @@ class FrozenPolicy:
     temperature: float | None = None
 
 
-def load_renderers(frozen: Mapping[str, FrozenConfig], start: Path | None) -> dict[str, Renderer]:
+def load_renderers(frozen: Mapping[str, FrozenConfig], start: Path | None, own: RendererConfig) -> dict[str, Renderer]:
     """Return the renderer of each policy: everything that can be wrong with them before a server starts.
 
     Args:
         frozen: The policies.
         start: The model that the run begins with.
+        own: How messages become ids for it.
 
     Raises:
         ConfigError: A model is not there, its tokenizer or template cannot be used, or a key is not set.
     """
-    return {name: config.load(name, start) for name, config in frozen.items()}
+    return {name: config.load(name, start, own) for name, config in frozen.items()}
 
 
 class FrozenPolicies:

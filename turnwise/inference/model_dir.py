@@ -1,8 +1,8 @@
 """What a renderer needs of a model's folder, in the layout of Hugging Face.
 
 Owns: finding tokenizer, chat template, special tokens, end-of-text ids and the chat format that a checkpoint of ours
-was trained with. Refuses: weights, and the network: a folder that is not there is an error. transformers is
-imported only where a folder has no ``tokenizer.json``.
+was trained with, and writing its chat template. Refuses: weights, and the network: a folder that is not there is an
+error. transformers is imported only where a folder has no ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from turnwise.errors import MissingExtraError, RenderError
 from turnwise.inference.tokens import Tokenizer
 
 FORMAT_FILE = "turnwise_format.json"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+_TEMPLATE_FILE = "chat_template.jinja"
+_OLD_TEMPLATE_FILE = "chat_template.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -55,7 +59,7 @@ def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
     path = Path(model_dir)
     if not path.is_dir():
         raise RenderError(f"model {str(model_dir)!r} is no folder on this machine; give the path of a local copy")
-    settings = _json(path / "tokenizer_config.json") or {}
+    settings = _json(path / _TOKENIZER_CONFIG) or {}
     special_map = _json(path / "special_tokens_map.json") or {}
     special = {}
     for name in _SPECIAL:
@@ -64,7 +68,7 @@ def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
         if isinstance(text, str):
             special[name] = text
     tokenizer = _tokenizer(path)
-    template, tool_template = _templates(path, settings)
+    template, tool_template = read_templates(path)
     return ModelFiles(
         path=path,
         tokenizer=tokenizer,
@@ -118,23 +122,101 @@ def _slow_tokenizer(path: Path) -> Tokenizer:
     return tokenizer  # type: ignore[no-any-return]
 
 
-def _templates(path: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return the chat template, and the one for prompts with tools where a model ships two."""
+def read_templates(path: Path) -> tuple[str | None, str | None]:
+    """Return the chat template of a model's folder, and the one for prompts with tools where it holds two.
+
+    Raises:
+        RenderError: A file cannot be read.
+    """
     named: dict[str, str] = {}
-    given = settings.get("chat_template")
+    given = (_json(path / _TOKENIZER_CONFIG) or {}).get("chat_template")
     if isinstance(given, str):
         named["default"] = given
     elif isinstance(given, list):
         named = {str(item.get("name")): str(item.get("template")) for item in given if isinstance(item, dict)}
-    file = path / "chat_template.jinja"
+    file = path / _TEMPLATE_FILE
     if file.is_file():
-        named["default"] = file.read_text(encoding="utf-8")
-    elif (old := _json(path / "chat_template.json")) and isinstance(old.get("chat_template"), str):
+        named["default"] = _text(file)
+    elif (old := _json(path / _OLD_TEMPLATE_FILE)) and isinstance(old.get("chat_template"), str):
         named["default"] = old["chat_template"]
-    more = path / "additional_chat_templates" / "tool_use.jinja"
+    more = path / TOOL_TEMPLATE_FILE
     if more.is_file():
-        named["tool_use"] = more.read_text(encoding="utf-8")
+        named["tool_use"] = _text(more)
     return named.get("default") or named.get("tool_use"), named.get("tool_use")
+
+
+def _text(file: Path) -> str:
+    try:
+        # Not read_text: line ends are part of what the digest of a template is made of.
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RenderError(f"{file} is not UTF-8: {error}") from error
+
+
+def write_templates(path: Path, template: str, tool_template: str | None) -> None:
+    """Make a chat template that of a model's folder, for every program that reads the folder.
+
+    A folder that holds these templates already is left as it is.
+
+    Args:
+        path: The folder.
+        template: The jinja text.
+        tool_template: The one for prompts with tools, where there are two.
+    """
+    if read_templates(path) == (template, tool_template):
+        return
+    (path / _TEMPLATE_FILE).write_bytes(template.encode())
+    more = path / TOOL_TEMPLATE_FILE
+    if tool_template is None:
+        more.unlink(missing_ok=True)
+    else:
+        more.parent.mkdir(exist_ok=True)
+        more.write_bytes(tool_template.encode())
+    # The older places of a template: what stands there would contradict the files.
+    (path / _OLD_TEMPLATE_FILE).unlink(missing_ok=True)
+    settings = _json(path / _TOKENIZER_CONFIG) or {}
+    if settings.pop("chat_template", None) is not None:
+        text = json.dumps(settings, ensure_ascii=False, indent=2)
+        (path / _TOKENIZER_CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def trained_digest(path: Path) -> str | None:
+    """Return the digest of the chat template that the model in a folder was trained with, None where it is not known.
+
+    Raises:
+        RenderError: ``turnwise_format.json`` is no JSON object.
+    """
+    digest = (_json(path / FORMAT_FILE) or {}).get("template")
+    return digest if isinstance(digest, str) else None
+
+
+def check_trained(path: Path, digest: str, given: str | Path | None = None) -> None:
+    """Refuse another chat template than the one that the model in a folder was trained with.
+
+    Args:
+        path: The folder.
+        digest: Of the template that is to be used.
+        given: What ``renderer.chat_template`` says, None where the template is the folder's own.
+
+    Raises:
+        RenderError: It is another one; the message names both remedies.
+    """
+    trained = trained_digest(path)
+    if trained is None or trained == digest:
+        return
+    wanted, on_purpose = f"{FORMAT_FILE}: template: {trained[:12]}...", "renderer.check_template: false"
+    if given is None:
+        raise RenderError(
+            f"the chat template in {path} (SHA-256 {digest[:12]}...) is not the one that this model was trained with "
+            f"({wanted}): put that one back as {_TEMPLATE_FILE}, or name it as renderer.chat_template; to use this one "
+            f"all the same, set {on_purpose}"
+        )
+    shown = "a text" if isinstance(given, str) and "{" in given else given
+    raise RenderError(
+        f"renderer.chat_template is {shown} (SHA-256 {digest[:12]}...), but the model in {path} was trained with "
+        f"another chat template ({wanted}): leave renderer.chat_template out, and the template that was saved with the "
+        f"model is used; to use this one all the same, set {on_purpose}"
+    )
 
 
 def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """The renderer of a model's folder.
 
-Owns: :func:`load_renderer`, :func:`make_renderer` and :func:`save_format`. Refuses: rendering
-(``template_renderer.py``).
+Owns: :func:`load_renderer`, :func:`make_renderer`, :func:`save_format` and the chat templates that ship. Refuses:
+rendering (``template_renderer.py``).
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -13,16 +14,34 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import RenderError
+from turnwise.errors import ConfigError, RenderError
 from turnwise.inference.core import Renderer
 from turnwise.inference.formats.detect import configured, detect, stored
-from turnwise.inference.model_dir import FORMAT_FILE, ModelFiles, read_model_dir
+from turnwise.inference.model_dir import FORMAT_FILE, ModelFiles, check_trained, read_model_dir, write_templates
 from turnwise.inference.probing import TemplateFacts
-from turnwise.inference.template import ChatTemplate
+from turnwise.inference.template import ChatTemplate, template_digest
 from turnwise.inference.template_renderer import SpecialInText, TemplateRenderer
 from turnwise.inference.tokens import Tokens
 
-__all__ = ["SpecialInText", "TemplateRenderer", "load_renderer", "make_renderer", "save_format"]
+__all__ = [
+    "TEMPLATES",
+    "SpecialInText",
+    "TemplateRenderer",
+    "load_renderer",
+    "make_renderer",
+    "save_format",
+    "shipped_templates",
+]
+
+TEMPLATES = Path(__file__).with_name("templates")
+"""The folder of the chat templates that ship."""
+# The headers of every template that ships; a tokenizer without them would read each as a handful of characters.
+_HEADERS = ("<|im_start|>", "<|im_end|>")
+
+
+def shipped_templates() -> list[str]:
+    """Return the names of the chat templates that ship, as ``renderer.chat_template`` takes them."""
+    return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
 
 
 def load_renderer(
@@ -31,7 +50,8 @@ def load_renderer(
     format: str = "auto",  # noqa: A002 - the name of the config key
     special_in_text: SpecialInText = "escape",
     template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: str | None = None,
+    chat_template: str | Path | None = None,
+    check_template: bool = True,
     now: datetime | None = None,
     fixed_arguments: bool = False,
 ) -> TemplateRenderer:
@@ -44,18 +64,29 @@ def load_renderer(
         special_in_text: What becomes of the strings of special tokens inside messages.
         template_kwargs: Arguments of the template (``enable_thinking``, ``reasoning_effort``) where a conversation
             gives no others.
-        chat_template: Jinja text to use instead of the folder's own.
+        chat_template: What to use instead of the folder's own template: a file, the name of a template that ships
+            (:func:`shipped_templates`), or jinja text.
+        check_template: Whether a trained model is refused another template than the one that it was trained with.
         now: The date that the template writes in all conversations; default: that of the day when each begins.
         fixed_arguments: Whether no conversation can change ``template_kwargs`` or the date of today.
 
     Raises:
-        RenderError: The folder, its template or tokenizer cannot be used, or no format could be decided.
+        ConfigError: ``chat_template`` is a file that cannot be read, a name that no template has, or one that ships
+            and does not fit the tokenizer.
+        RenderError: The folder, its template or tokenizer cannot be used, no format could be decided, or the model was
+            trained with another template.
         MissingExtraError: The folder has no ``tokenizer.json`` and transformers is not installed.
     """
     files = read_model_dir(model_dir)
-    source = chat_template or files.template
+    source = files.template if chat_template is None else _template_text(chat_template, files)
     if source is None:
-        raise RenderError(f"{files.path} has no chat template; give one as chat_template")
+        raise RenderError(
+            f"{files.path} has no chat template: name one as renderer.chat_template, a jinja file or one of "
+            f"{', '.join(shipped_templates())}"
+        )
+    tool_source = files.tool_template if chat_template is None else None
+    if check_template:
+        check_trained(files.path, template_digest(source, tool_source), chat_template)
     return make_renderer(
         files,
         source,
@@ -64,8 +95,35 @@ def load_renderer(
         template_kwargs=template_kwargs,
         now=now,
         fixed_arguments=fixed_arguments,
-        tool_source=None if chat_template else files.tool_template,
+        tool_source=tool_source,
     )
+
+
+def _template_text(given: str | Path, files: ModelFiles) -> str:
+    """Return the jinja text of a template that is given in the place of the model's own."""
+    if isinstance(given, Path):
+        try:
+            return given.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"renderer.chat_template is {given}: {error}") from error
+    if any(mark in given for mark in "{\n"):
+        return given
+    names = shipped_templates()
+    if given not in names:
+        close = difflib.get_close_matches(given, names, n=1)
+        raise ConfigError(
+            f"renderer.chat_template is {given!r}, which is no template that ships"
+            f"{f' (did you mean {close[0]}?)' if close else ''}: name one of {', '.join(names)}, or a jinja file "
+            f"(./{given})"
+        )
+    added = {token.content for token in files.tokenizer.get_added_tokens_decoder().values()}
+    missing = [token for token in _HEADERS if token not in added]
+    if missing:
+        raise ConfigError(
+            f"renderer.chat_template is {given!r}, which writes {' and '.join(_HEADERS)}, but the tokenizer of "
+            f"{files.path} has no token {' and '.join(missing)}: name a jinja file with this model's own headers"
+        )
+    return (TEMPLATES / f"{given}.jinja").read_bytes().decode("utf-8")
 
 
 def make_renderer(
@@ -102,12 +160,14 @@ def make_renderer(
 
 
 def save_format(renderer: Renderer, model_dir: str | os.PathLike[str]) -> Path:
-    """Write the chat format of a renderer into a model's folder, so that it is loaded with it.
+    """Write chat format and chat template of a renderer into a model's folder, so that the model is loaded with both.
 
     Returns:
-        The file.
+        The file of the format, which holds the template's digest.
     """
     path = Path(model_dir) / FORMAT_FILE
+    if isinstance(renderer, TemplateRenderer):
+        write_templates(path.parent, renderer.template.source, renderer.template.tool_source)
     about = renderer.describe()
     kept = {key: about[key] for key in ("format", "markers", "template") if key in about}
     path.write_text(json.dumps(kept, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

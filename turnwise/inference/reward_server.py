@@ -26,10 +26,10 @@ import orjson
 from turnwise.errors import RenderError, TurnwiseError, shown
 from turnwise.inference.classifier import Classifier, ClassifierBatcher
 from turnwise.inference.http_process import HTTPProcess
-from turnwise.inference.model_dir import read_model_dir
+from turnwise.inference.model_dir import check_trained, read_model_dir
 from turnwise.inference.reward_app import RewardApp, Served
 from turnwise.inference.reward_process import RewardServerSpec
-from turnwise.inference.template import ChatTemplate
+from turnwise.inference.template import ChatTemplate, template_digest
 from turnwise.inference.tokens import Tokens
 from turnwise.types import text_of
 
@@ -43,13 +43,16 @@ class Encoder:
         """Load them.
 
         Raises:
-            RenderError: There is no tokenizer in the directory, or a broken one.
+            RenderError: There is no tokenizer in the directory, or a broken one, or the model was trained with another
+                chat template.
             MissingExtraError: It needs transformers, which is not installed.
         """
         files = read_model_dir(directory)
         self._tokenizer = files.tokenizer
         self._tokens = Tokens(files.tokenizer)
         self._template = files.template
+        if files.template is not None:
+            check_trained(files.path, template_digest(files.template, files.tool_template))
         self._special = files.special
 
     def text(self, text: str, *, special: bool) -> list[int]:

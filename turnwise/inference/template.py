@@ -66,6 +66,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
+def template_digest(source: str, tool_source: str | None) -> str:
+    """Return the SHA-256 of a chat template, the one for prompts with tools included, in hexadecimal."""
+    return hashlib.sha256("\0".join([source, tool_source or ""]).encode()).hexdigest()
+
+
 def _raise(message: str) -> str:
     raise jinja2.TemplateError(message)
 
@@ -106,8 +111,10 @@ class ChatTemplate:
         now: What ``strftime_now`` tells, always; default: the time of construction, until another is given.
 
     Attributes:
+        source: As above.
+        tool_source: As above.
         variables: As above.
-        digest: Names the text.
+        digest: Of both texts; see :func:`template_digest`.
         reads: The arguments that the text reads, those aside that every prompt has.
         literals: The texts that are written out in it.
         now: What ``strftime_now`` tells.
@@ -117,7 +124,10 @@ class ChatTemplate:
         RenderError: The text is no valid jinja.
     """
 
-    __slots__ = ("_dates", "_plain", "_tools", "dated", "digest", "literals", "now", "reads", "variables")
+    __slots__ = (
+        "_dates", "_plain", "_tools", "dated", "digest", "literals", "now", "reads", "source", "tool_source",
+        "variables",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -133,7 +143,9 @@ class ChatTemplate:
         self.now = now or datetime.now()
         self.dated = now is not None
         self.variables = dict(variables or {})
-        self.digest = hashlib.sha256("\0".join([source, tool_source or ""]).encode()).hexdigest()
+        self.source = source
+        self.tool_source = tool_source
+        self.digest = template_digest(source, tool_source)
         try:
             self._plain = environment.from_string(source)
             self._tools = environment.from_string(tool_source) if tool_source else self._plain

@@ -22,6 +22,7 @@ from turnwise.inference.formats.guides import FormatGuides
 from turnwise.inference.formats.live import LiveTurn
 from turnwise.inference.probing import TemplateFacts
 from turnwise.inference.readback import difference, shown
+from turnwise.inference.template import ChatTemplate
 from turnwise.inference.template_args import TemplateArguments, argument_values, takes, template_arguments
 from turnwise.inference.template_form import TemplateForm
 from turnwise.inference.template_text import TemplateText
@@ -107,6 +108,11 @@ class TemplateRenderer:
         reads, variables = facts.template.reads, facts.template.variables
         self._own = template_arguments({key: value for key, value in variables.items() if key in reads})
         self._variants: dict[tuple[TemplateArguments, tuple[str, ...]], TemplateRenderer] = {}
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template."""
+        return self._facts.template
 
     @property
     def escaped(self) -> int:

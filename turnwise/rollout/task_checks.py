@@ -1,7 +1,8 @@
 """What a run asks of its tasks before it starts.
 
 Owns: :func:`task_source` (whose tasks, where nobody named some), :class:`PromptLimit` (which tasks are too long),
-:func:`check_own` and :func:`check_specs` (whether what the run and its tasks name is there) and :func:`made_env`.
+:func:`check_own` and :func:`check_specs` (whether what the run and its tasks name is there), :func:`check_tools_shown`
+(whether the model sees the tools) and :func:`made_env`.
 Refuses: resetting environments; what they add to a prompt when they reset is not known here.
 """
 
@@ -10,25 +11,31 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
+
+import numpy as np
 
 from turnwise.envs.core import Env, invoke
 from turnwise.envs.registration import env_class, make
-from turnwise.errors import ConfigError, EnvError, TaskError, TurnwiseError
+from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
+from turnwise.inference.renderer import shipped_templates
 from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import Sources, Task
 from turnwise.tools.core import Tool
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.selection import selected
-from turnwise.types import ToolSchema
+from turnwise.types import Message, ToolSchema
 
 # The agent that offers the model no tools, whatever the environment has.
 _WITHOUT_TOOLS = "single_turn"
 _SPECS_CHECKED = 32
 _TOOLSETS_HELD = 256
+_USER: Final[Message] = {"role": "user", "content": "Which one?"}
+_SYSTEM: Final[Message] = {"role": "system", "content": "Be brief."}
+_TOOL: Final = ToolSchema("find_item", "Finds it.", {"type": "object", "properties": {"name": {"type": "string"}}})
 
 
 def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sources:
@@ -87,9 +94,7 @@ class PromptLimit:
     def __init__(self, limit: int, renderer: Renderer, rollout: RolloutConfig, loaded: Sequence[Tool] = ()) -> None:
         self._limit = limit
         self._renderer = renderer
-        self._rollout = rollout
-        self._loaded = loaded
-        self._toolsets: dict[str, dict[str, Tool]] = {}
+        self._tools = _PromptTools(rollout, loaded)
 
     @classmethod
     async def create(cls, limit: int | None, renderer: Renderer, rollout: RolloutConfig) -> Self | None:
@@ -119,13 +124,23 @@ class PromptLimit:
             TaskError: It cannot be rendered, or its environment cannot be made.
         """
         try:
-            return len(self._renderer.render(canonical_messages(task.messages()), self._tools(task)))
+            return len(self._renderer.render(canonical_messages(task.messages()), self._tools.of(task)))
         except TaskError:
             raise
         except TurnwiseError as error:
             raise TaskError(f"task {task.id!r}: its prompt cannot be counted: {error}") from error
 
-    def _tools(self, task: Task) -> list[ToolSchema]:
+
+class _PromptTools:
+    """The tools that stand in the first prompt of a task's episode."""
+
+    def __init__(self, rollout: RolloutConfig, loaded: Sequence[Tool]) -> None:
+        self._rollout = rollout
+        self._loaded = loaded
+        self._toolsets: dict[str, dict[str, Tool]] = {}
+
+    def of(self, task: Task) -> list[ToolSchema]:
+        """Return them. Raises TaskError where the task's environment cannot be made."""
         if (task.agent or self._rollout.agent.name) == _WITHOUT_TOOLS:
             return []
         key = _spec_key(task.env, task.env_config)
@@ -166,6 +181,65 @@ async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
             table.of(task)
         except TurnwiseError as error:
             raise TaskError(f"task {task.id!r}: its agent cannot be made: {error}") from error
+
+
+async def check_tools_shown(tasks: Iterable[Task], renderer: Renderer, rollout: RolloutConfig) -> None:
+    """See that the prompts of tasks show the tools that their environments offer; the first 32 different ones.
+
+    Nothing is made where the chat template shows tools in prompts with and without a system message.
+
+    Args:
+        tasks: The tasks.
+        renderer: Messages to ids.
+        rollout: Environment and agent, unless a task names its own.
+
+    Raises:
+        ConfigError: A prompt is the same with and without the tools.
+        TaskError: An environment cannot be made.
+        EnvError: An MCP server of the configured tools cannot be reached.
+    """
+    if all(_shows(renderer, messages, [_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])):
+        return
+    each: dict[tuple[str, str], Task] = {}
+    for task in tasks:
+        each.setdefault((_spec_key(task.env, task.env_config), _spec_key(task.agent, task.agent_config)), task)
+    agents = AgentTable(rollout)
+    async with Toolbox(rollout.env.tools) as toolbox:
+        tools = _PromptTools(rollout, await toolbox.tools())
+        for task in list(each.values())[:_SPECS_CHECKED]:
+            if agents.of(task).offers_tools:
+                hold_to_tools(task.env or rollout.env.name, task.messages() or [_USER], tools.of(task), renderer)
+    await agents.close()
+
+
+def hold_to_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSchema], renderer: Renderer) -> None:
+    """Refuse a prompt that is the same with and without its tools.
+
+    Args:
+        env: The environment's name.
+        messages: The conversation's begin.
+        tools: What the environment offers.
+        renderer: Messages to ids.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if tools and not _shows(renderer, messages, tools):
+        raise ConfigError(
+            f"environment {env!r} offers the model tools ({', '.join(tool.name for tool in tools)}), but the chat "
+            "template shows none: the prompt is the same with and without them, so the model could not know of them. "
+            f"Set renderer.chat_template to one that shows tools: {', '.join(shipped_templates())}, or a jinja file"
+        )
+
+
+def _shows(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
+    """Return whether tools change a prompt; also where it cannot be rendered, which is found out by rendering it."""
+    try:
+        with_tools, without = (renderer.render(canonical_messages(messages), offered) for offered in (tools, []))
+    except RenderError:
+        return True
+    # Of a hosted endpoint there are no ids at all.
+    return not len(with_tools) or not np.array_equal(with_tools, without)
 
 
 def made_env(task: Task, rollout: RolloutConfig) -> Env:

@@ -10,7 +10,13 @@ from typing import Any
 
 from turnwise.inference.core import Renderer
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
+from turnwise.rollout.task_checks import (
+    PromptLimit,
+    check_own,
+    check_specs,
+    check_tools_shown,
+    task_source,
+)
 from turnwise.tasks import SourceReport, Task, TaskOrder, open_order
 from turnwise.tasks.curriculum import CurriculumConfig
 from turnwise.trainer.checkpoint import TrainerState
@@ -81,7 +87,7 @@ async def open_tasks(
         state: Where the run stands.
 
     Raises:
-        ConfigError: Nobody names any tasks.
+        ConfigError: Nobody names any tasks, or the chat template does not show the tools of their environment.
         RegistryError: There is no such environment or agent.
         TaskError: They cannot be loaded, there are none, the state does not fit them, or they name an environment or
             agent that cannot be made.
@@ -97,4 +103,5 @@ async def open_tasks(
         curriculum=config.curriculum,
     )
     await check_specs(order.ahead(), config.rollout)
+    await check_tools_shown(order.ahead(), renderer, config.rollout)
     return TaskStream(order, config.curriculum), reports

@@ -25,7 +25,7 @@ from turnwise.inference.frozen import load_renderers
 from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.managers import check_manager
-from turnwise.rollout.task_checks import PromptLimit, check_specs, made_env, task_source
+from turnwise.rollout.task_checks import PromptLimit, check_specs, hold_to_tools, made_env, task_source
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks import SourceReport, Task, load_mix, open_order
@@ -44,7 +44,7 @@ from turnwise.trainer.lora import LoRAConfig
 from turnwise.trainer.model_words import check_words
 from turnwise.trainer.policy import try_adapters
 from turnwise.trainer.reference import reference_path
-from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, config_digest
+from turnwise.trainer.run_directory import CHECKPOINTS, RunDirectory, check_template, config_digest
 
 RESET_TIMEOUT = 60.0
 """Seconds that an environment may take to begin an episode."""
@@ -147,6 +147,7 @@ class _Checker:
         self._renderer: Renderer | None = None
         self._first: list[Task] = []
         self._loaded: list[Tool] | None = None
+        self._resumed: Path | None = None
 
     async def run(self, name: str, check: Awaitable[str]) -> None:
         """Note what a check returns, or the error that it ends in."""
@@ -162,12 +163,14 @@ class _Checker:
         if fresh:
             home.check_removable(config)
             return f"{home.path}: {'an earlier run there is removed' if home.path.exists() else 'a new run'}"
-        steps = CheckpointStore(home.path / CHECKPOINTS).steps()
+        store = CheckpointStore(home.path / CHECKPOINTS)
+        steps = store.steps()
         if home.read().get("config_digest", digest := config_digest(config)) != digest:
             raise CheckpointError(
                 f"{home.path} holds a run of another configuration: choose another name, resume it with its own "
                 "config.yaml, or start over with --fresh"
             )
+        self._resumed = store.path(steps[-1]) if steps else None
         return f"{home.path}: {f'goes on after step {steps[-1]}' if steps else 'a new run'}"
 
     async def model(self) -> str:
@@ -192,8 +195,10 @@ class _Checker:
             raise _Wanting("wants a model")
         path = self._config.policy.model.path
         self._renderer = self._config.renderer.load(path)
+        if self._resumed is not None:
+            check_template(self._resumed, self._renderer)
         # Whether the endpoints of frozen policies answer is known when the run starts.
-        frozen = load_renderers(self._config.rollout.frozen, path)
+        frozen = load_renderers(self._config.rollout.frozen, path, self._config.renderer)
         check_teacher(self._config.algorithm.distill, self._config.rollout.frozen, path)
         others = [f"{renderer.describe()['format']} of {name}" for name, renderer in frozen.items()]
         return ", ".join([str(self._renderer.describe()["format"]), *others])
@@ -268,7 +273,16 @@ class _Checker:
         if self._renderer is None:
             return 0
         check_media(name, env.toolset(), self._renderer.media)
+        if self._offers_tools(task):
+            hold_to_tools(name, messages, schemas(env), self._renderer)
         return len(self._renderer.render(canonical_messages(messages), schemas(env)))
+
+    def _offers_tools(self, task: Task) -> bool:
+        try:
+            return AgentTable(self._config.rollout).of(task).offers_tools
+        except TurnwiseError:
+            # The check of the agent says why there is none.
+            return False
 
     async def agent(self) -> str:
         agents = AgentTable(self._config.rollout)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
 from turnwise.inference.core import AdapterInfo
+from turnwise.inference.model_dir import TOOL_TEMPLATE_FILE
 from turnwise.trainer.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
 from turnwise.trainer.layout import PackedLayout
 from turnwise.trainer.lora import LoRA, LoRAConfig, attach
@@ -52,6 +53,7 @@ _COMPANIONS = (
     "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
+    TOOL_TEMPLATE_FILE,
     "turnwise_format.json",
 )
 
@@ -352,6 +354,7 @@ def copy_companions(source: Path, directory: Path) -> None:
     for name in _COMPANIONS:
         found = source / name
         if found.is_file() and found.resolve() != (directory / name).resolve():
+            (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(found, directory / name)
 
 

@@ -1,7 +1,7 @@
 """The directory of a run: who may work in it, and what the processes that do so one after the other share.
 
-Owns: :class:`RunDirectory` (its lock, ``run.json``, ``config.yaml``) and :func:`config_digest`. Refuses: what is
-written there while training.
+Owns: :class:`RunDirectory` (its lock, ``run.json``, ``config.yaml``), :func:`config_digest` and
+:func:`check_template`. Refuses: what is written there while training.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import orjson
 from turnwise.append import writing
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, ConfigError, FormatError, TrainError
+from turnwise.inference.core import Renderer
+from turnwise.inference.model_dir import trained_digest
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
 from turnwise.trainer.checkpoint_config import CheckpointConfig
 from turnwise.trainer.config import TrainConfig
@@ -193,6 +195,26 @@ class RunDirectory:
                 f"{self.path / 'config.yaml'}, choose another name, or start over with --fresh (only "
                 f"{', '.join(_FREE_SECTIONS)} and replay.memory_mb may differ)"
             )
+
+
+def check_template(checkpoint: Path, renderer: Renderer) -> None:
+    """See that a run goes on with the chat template that it was trained with.
+
+    Args:
+        checkpoint: The one that it goes on from.
+        renderer: What it would go on with.
+
+    Raises:
+        CheckpointError: It was trained with another one.
+    """
+    trained, now = trained_digest(checkpoint), renderer.describe().get("template")
+    if trained is not None and trained != now:
+        raise CheckpointError(
+            f"{checkpoint} was trained with another chat template (SHA-256 {trained[:12]}...) than the run would go on "
+            f"with ({str(now)[:12]}...): make renderer.chat_template, or the template of policies.main.model.path, the "
+            f"one that is saved as {checkpoint / 'chat_template.jinja'}; or choose another name, or start over with "
+            "--fresh"
+        )
 
 
 def open_store(run: Path, config: CheckpointConfig) -> CheckpointStore:

@@ -29,7 +29,7 @@ from turnwise.trainer.hooks import Hooks, load_hooks
 from turnwise.trainer.learner import Learner
 from turnwise.trainer.loggers.run_log import check_loggers
 from turnwise.trainer.reference import KLGuard
-from turnwise.trainer.run_directory import RunDirectory, config_digest, open_store
+from turnwise.trainer.run_directory import RunDirectory, check_template, config_digest, open_store
 
 CRITIC = "critic"
 """Where a checkpoint holds the critic."""
@@ -73,7 +73,9 @@ async def read_start(
     policy = config.policy
     renderer = config.renderer.load(policy.model.path)
     console.print(f"chat format: {renderer.describe()['format']} ({renderer.describe()['proof']})", highlight=False)
-    frozen = load_renderers(config.rollout.frozen, Path(policy.model.path))
+    if latest is not None:
+        check_template(latest, renderer)
+    frozen = load_renderers(config.rollout.frozen, Path(policy.model.path), config.renderer)
     check_teacher(config.algorithm.distill, config.rollout.frozen, Path(policy.model.path))
     tasks, reports = await open_tasks(config, renderer, state)
     eval_tasks: list[Task] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from support.chat_models import Family, write_model_dir
 from turnwise.cli.app import main
 
 BROKEN = """
@@ -62,7 +63,7 @@ def test_findings_say_what_where_and_what_to_do(file: str, capsys: pytest.Captur
     assert "note: tokens are estimated" in out
     assert "note: no reference solution" in out
     assert "not run: random policy (after a finding of null policy)" in out
-    assert "Generous: 20 checks, 3 errors, 0 warnings, 1 checks not run" in out
+    assert "Generous: 21 checks, 3 errors, 0 warnings, 1 checks not run" in out
 
 
 def test_json_is_one_object_on_one_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +93,23 @@ def test_a_model_counts_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture
     assert report["notes"] == []
     assert run("check-env", "lookup", "--model", str(tmp_path / "none")) == 1
     assert "is no folder" in capsys.readouterr().err
+
+
+def test_a_model_whose_prompts_show_no_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    model = str(write_model_dir(tmp_path, Family("plain"), template=plain))
+    assert run("check-env", "lookup", "--model", model, "--json") == 1
+    [finding] = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["check"] == "tools shown"
+    assert finding["message"].startswith("the chat template shows no tools: with and without team_of, manager_of")
+    assert "--chat-template here, renderer.chat_template in a run" in finding["remedy"]
+    assert run("check-env", "lookup", "--model", model, "--chat-template", "hermes-short", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
+    assert run("check-env", "lookup", "--chat-template", "hermes") == 1
+    assert "--chat-template is hermes, but no model is named" in capsys.readouterr().err
 
 
 def test_tasks_and_their_limit(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:

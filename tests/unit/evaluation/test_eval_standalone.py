@@ -145,4 +145,11 @@ def test_what_cannot_be_evaluated_is_said_before_a_server_starts(
     assert "hermez" in capsys.readouterr().err
     assert evaluate(model, tmp_path / "out", "renderer.chat_template=none.jinja") == 1
     assert "none.jinja" in capsys.readouterr().err
+    (tmp_path / "silent.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    silent = f"renderer.chat_template={tmp_path / 'silent.jinja'}"
+    assert evaluate(model, tmp_path / "out", silent) == 1
+    assert "environment 'lookup' offers the model tools (team_of, manager_of)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

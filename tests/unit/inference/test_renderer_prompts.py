@@ -192,7 +192,7 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
         load_renderer(path)
     (path / "tokenizer.json").write_text("{}")
     with pytest.raises(RenderError, match=r"tokenizer\.json is no tokenizer"):
-        load_renderer(path, chat_template="x")
+        load_renderer(path, chat_template="{{ x }}")
     with pytest.raises(RenderError, match="special_in_text: 'raw' is unknown; allowed: escape, template"):
         load_renderer(model_dir("own"), special_in_text="raw")  # type: ignore[arg-type]
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from support.chat_models import Family, renderer_for, write_model_dir
 from support.task_envs import Closing
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, RegistryError, TaskError
+from turnwise.inference.gateway.hosted_renderer import TextRenderer
+from turnwise.inference.renderer import TemplateRenderer, load_renderer
 from turnwise.rollout import task_checks
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, task_source
+from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, check_tools_shown, task_source
 from turnwise.tasks import Task
 
 
@@ -129,3 +132,68 @@ class TestSpecs:
     async def test_what_cannot_be_made_is_named(self, task: Task, message: str) -> None:
         with pytest.raises(TaskError, match=message):
             await check_specs([Task("fine", "p"), task], rollout())
+
+
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SHY = "{% if tools and messages[0].role == 'system' %}{{ tools[0].function.name + '\\n' }}{% endif %}" + PLAIN
+
+
+class TestToolsShown:
+    """An environment offers tools, and a chat template may leave them out without a word."""
+
+    @pytest.fixture
+    def silent(self, tmp_path: Path) -> TemplateRenderer:
+        return load_renderer(write_model_dir(tmp_path / "silent", Family("plain"), template=PLAIN))
+
+    async def test_a_template_without_tools_is_refused_with_the_remedy(self, silent: TemplateRenderer) -> None:
+        with pytest.raises(
+            ConfigError,
+            match=r"environment 'lookup' offers the model tools \(team_of, manager_of\), but the chat template shows "
+            r"none: .* Set renderer\.chat_template to one that shows tools: hermes, hermes-short, or a jinja file",
+        ):
+            await check_tools_shown([Task("a", "x")], silent, rollout("lookup"))
+
+    async def test_who_is_offered_none_needs_none(self, silent: TemplateRenderer) -> None:
+        tasks = [Task("a", "x")]
+        await check_tools_shown(tasks, silent, rollout("guess_number"))
+        await check_tools_shown(tasks, silent, rollout("lookup", agent={"name": "single_turn"}))
+        await check_tools_shown([Task("a", "x", {"tool_selection": []})], silent, rollout())
+        await check_tools_shown(tasks, TextRenderer(), rollout("lookup"))
+
+    async def test_a_task_may_name_the_environment_that_offers_them(self, silent: TemplateRenderer) -> None:
+        tasks = [Task("a", "x"), Task("b", "x", env="lookup")]
+        with pytest.raises(ConfigError, match="environment 'lookup' offers the model tools"):
+            await check_tools_shown(tasks, silent, rollout("guess_number"))
+
+    async def test_tools_that_the_configuration_loads_are_held_to_it(
+        self, silent: TemplateRenderer, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "tools.py"
+        file.write_text(
+            "from turnwise import function_tool\n\n@function_tool\ndef loaded_of_this_test(name: str) -> str:\n"
+            "    '''More.'''\n    return name\n"
+        )
+        config = RolloutConfig.model_validate(
+            {"env": {"name": "support.task_envs:Paid", "tools": {"function_tool_path": str(file)}}}
+        )
+        with pytest.raises(ConfigError, match="loaded_of_this_test"):
+            await check_tools_shown([Task("a", "x")], silent, config)
+
+    async def test_a_template_that_shows_them_to_some_prompts_is_held_to_those_of_the_tasks(
+        self, tmp_path: Path
+    ) -> None:
+        renderer = load_renderer(write_model_dir(tmp_path / "shy", Family("plain"), template=SHY))
+        briefed = Task("a", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}])
+        await check_tools_shown([briefed], renderer, rollout("lookup"))
+        with pytest.raises(ConfigError, match="shows none"):
+            await check_tools_shown(
+                [briefed, Task("b", "x", env="support.task_envs:Paid")], renderer, rollout("lookup")
+            )
+
+    async def test_nothing_is_made_where_the_template_shows_tools(self) -> None:
+        config = rollout("support.task_envs:NoSuchEnvironment")
+        await check_tools_shown([Task("a", "x")], renderer_for("qwen3"), config)
+        await check_tools_shown([Task("a", "x")], ToyRenderer(), config)

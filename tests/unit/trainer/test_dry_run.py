@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from support.lookup_run import example
 from turnwise.cli import main
 from turnwise.config import load_config
 from turnwise.envs import ToolEnv
+from turnwise.errors import CheckpointError, ConfigError
+from turnwise.inference.renderer import save_format
 from turnwise.trainer import dry_run as module
+from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.dry_run import DryRun, dry_run
+from turnwise.trainer.run_directory import RunDirectory, config_digest
+from turnwise.trainer.run_start import read_start
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSM8K = {"question": "2 apples and 3 pears?", "answer": "<<2+3=5>>5\n#### 5"}
@@ -197,6 +204,46 @@ async def test_an_earlier_run_is_seen_and_left_alone(model: Path, tmp_path: Path
     inside = config(run, tmp_path / "runs")
     assert "that --fresh would remove" in by_name(await dry_run(inside, fresh=True))["run directory"]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+async def test_a_run_goes_on_with_the_template_that_it_was_trained_with_only(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    shutil.copyfile(model / "chat_template.jinja", template)
+    wanted = config(model, tmp_path / "runs", renderer={"chat_template": template})
+    home = RunDirectory(tmp_path / "runs" / "run")
+    state = TrainerState(2, config_digest=config_digest(wanted))
+    renderer = wanted.renderer.load(model)
+    store = CheckpointStore(home.path / "checkpoints")
+    checkpoint = store.save(state, lambda folder: save_format(renderer, folder) and None)
+    checks = by_name(await dry_run(wanted))
+    assert "goes on after step 2" in checks["run directory"]
+    assert checks["chat format"] == "ok: hermes"
+
+    template.write_text(template.read_text().replace("Tools:", "What you may call:"))
+    words = "was trained with another chat template .* than the run would go on with .*: make renderer.chat_template"
+    assert re.search(f"failed: .*step_000002 {words}", by_name(await dry_run(wanted))["chat format"])
+    assert by_name(await dry_run(wanted, fresh=True))["chat format"] == "ok: hermes"
+    with pytest.raises(CheckpointError, match=words):
+        await read_start(wanted, home, Console(quiet=True), fresh=False, resume_step=None)
+    # The checkpoint holds what is to be put back.
+    shutil.copyfile(checkpoint / "chat_template.jinja", template)
+    assert by_name(await dry_run(wanted))["chat format"] == "ok: hermes"
+
+
+async def test_tools_that_no_prompt_shows_are_found_before_the_run(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "silent.jinja"
+    template.write_text((model / "chat_template.jinja").read_text().replace("{%- if tools %}", "{%- if false %}"))
+    wanted = config(model, tmp_path / "runs", renderer={"chat_template": template})
+    found = by_name(await dry_run(wanted))["episodes"]
+    assert found.startswith("failed: environment 'lookup' offers the model tools (team_of, manager_of), but the chat")
+    assert "Set renderer.chat_template to one that shows tools: hermes, hermes-short, or a jinja file" in found
+    with pytest.raises(ConfigError, match="environment 'lookup' offers the model tools"):
+        await read_start(
+            wanted, RunDirectory(tmp_path / "runs" / "run"), Console(quiet=True), fresh=False, resume_step=None
+        )
+    for name in ("hermes", "hermes-short"):
+        mended = await dry_run(config(model, tmp_path / "runs", renderer={"chat_template": name}))
+        assert by_name(mended)["episodes"].startswith("ok: ")
 
 
 def rows_for(folder: Path) -> list[str]:

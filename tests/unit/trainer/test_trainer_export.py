@@ -27,7 +27,12 @@ from turnwise.trainer.engines import open_learner
 from turnwise.trainer.export import export_model
 from turnwise.trainer.packing import TrainRow, pack
 
-COMPANIONS = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": '{"top_k": 7}'}
+COMPANIONS = {
+    "tokenizer.json": "{}",
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "generation_config.json": '{"top_k": 7}',
+}
 IDS = torch.tensor([[1, 5, 9, 2, 7, 30]])
 
 
@@ -35,6 +40,7 @@ IDS = torch.tensor([[1, 5, 9, 2, 7, 30]])
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_model(make_model("qwen3", initializer_range=0.1), tmp_path_factory.mktemp("base"))
     for name, text in COMPANIONS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return folder
 

@@ -16,8 +16,11 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from support.chat_models import build_model_dir
-from turnwise.errors import TaskError, TrainError
+from turnwise.errors import RenderError, TaskError, TrainError
+from turnwise.evaluation.config import EvalConfig
+from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.renderer import load_renderer
+from turnwise.trainer.export import export_model
 from turnwise.trainer.loggers.jsonl import read_metrics
 from turnwise.trainer.offline import core as core_module
 from turnwise.trainer.offline import demonstrations as demonstrations_module
@@ -26,6 +29,7 @@ from turnwise.trainer.offline.config import SFTConfig
 from turnwise.trainer.offline.demonstrations import Demonstration, demonstration_rows, load_demonstrations
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.policy import load_model
+from turnwise.types import ToolSchema
 
 TOOL = {
     "type": "function",
@@ -183,6 +187,26 @@ def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tm
     assert (result.model / "turnwise_format.json").exists()
     assert (result.model / "tokenizer.json").read_bytes() == (start("qwen3") / "tokenizer.json").read_bytes()
     assert not [each for each in result.model.parent.iterdir() if each.name.startswith(".")]
+
+
+def test_a_model_is_evaluated_on_the_prompts_that_it_was_trained_on(
+    start: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = configure(start("qwen3"), tmp_path, steps=1, renderer={"chat_template": "hermes-short"})
+    asked, tools = canonical_messages(conversation("mia")["messages"][:2]), [ToolSchema(**TOOL["function"])]
+    trained = config.renderer.load(config.model.path).render(asked, tools)
+    model = run_sft(config, console=quiet()).model
+    evaluated = EvalConfig.model_validate({"model": str(model), "rollout": {"env": {"name": "lookup"}}})
+    assert evaluated.renderer.load(evaluated.directory).render(asked, tools).tolist() == trained.tolist()
+    exported = tmp_path / "exported"
+    export_model(model, exported)
+    assert load_renderer(exported).render(asked, tools).tolist() == trained.tolist()
+    with pytest.raises(
+        RenderError, match=r"renderer\.chat_template is hermes .* was trained with another chat template"
+    ):
+        EvalConfig.model_validate({**evaluated.model_dump(), "renderer": {"chat_template": "hermes"}}).renderer.load(
+            model
+        )
 
 
 def test_epochs_cover_every_conversation(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from turnwise.agents.blackbox.config import BlackBoxConfig, mounts_of, read_config, settled
 from turnwise.agents.blackbox.inside import InsideProgram, Quarters
@@ -85,6 +85,9 @@ class _End:
 
 class BlackBoxAgent(Agent):
     """Runs a program that knows nothing but the address of its model."""
+
+    # The program's own requests say which tools there are, or its prompts do.
+    offers_tools: ClassVar[bool] = False
 
     def __init__(self, **config: Any) -> None:
         """Take the configuration; nothing is started.

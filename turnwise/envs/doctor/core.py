@@ -11,7 +11,16 @@ from typing import Final
 
 from turnwise.envs.core import Env
 from turnwise.envs.doctor import contract, cost, failures, policies, prompts, repeats, rows
-from turnwise.envs.doctor.exam import ESTIMATE, EnvSource, Exam, Examined, TokenCounter, estimated_tokens, made
+from turnwise.envs.doctor.exam import (
+    ESTIMATE,
+    EnvSource,
+    Exam,
+    Examined,
+    PromptIds,
+    TokenCounter,
+    estimated_tokens,
+    made,
+)
 from turnwise.envs.doctor.report import CheckReport
 from turnwise.envs.doctor.worker import Stalled, Worker
 from turnwise.errors import ConfigError, RegistryError, TaskError, TurnwiseError
@@ -37,6 +46,7 @@ CHECKS: Final[dict[str, tuple[Check, tuple[str, ...]]]] = {
     "close": (failures.close, ("reset",)),
     "close after errors": (failures.close_after_errors, ("tools", "close")),
     "leaks": (failures.leaks, ("close", "close after errors")),
+    "tools shown": (prompts.tools_shown, ("tools", "reset")),
     "lengths": (prompts.lengths, ("reset", "calls", "final messages")),
     "answers": (prompts.answers, ("reset", "json")),
     "null policy": (policies.null, ("calls", "final messages", "score")),
@@ -58,27 +68,28 @@ async def check_env(
     timeout: float = 30.0,
     context_length: int | None = None,
     count_tokens: TokenCounter | None = None,
+    prompt: PromptIds | None = None,
 ) -> CheckReport:
-    """Play short episodes in an environment and report what is wrong with it.
+    """Play short episodes in an environment, with made-up calls of its tools, and report what is wrong with it.
 
-    Checked are: signatures; the tools' schemas; the shape of what reset returns; that members of a
-    group begin equally; any final message; calls of every kind, together and one by one; that equal seeds give equal
-    episodes, in a used environment too, and while another one runs; close, also after what raised, with no thread or
-    file left; lengths against the context; answers that stand in the prompt; that policies which know nothing score
-    no more than the floor, and the reference solution the most; every task by itself, where the environment can say
-    what is wrong with one (``check_task``); what a step costs. Tools are called with made-up
-    arguments.
+    Checked are: signatures; the tools' schemas; the shape of what reset returns; that members of a group begin equally;
+    any final message; calls of every kind, together and one by one; that equal seeds give equal episodes, in a used
+    environment too, and while another one runs; close, also after what raised, with no thread or file left; that the
+    chat template shows the tools; lengths against the context; answers that stand in the prompt; that policies which
+    know nothing score no more than the floor, and the reference solution the most; every task by itself, where the
+    environment can say what is wrong with one (``check_task``); what a step costs.
 
     Args:
         env: A registered name or reference, a spec, a class or function that makes one, or (with fewer checks, since
             no second one can be made) an environment.
-        task: What it is reset with.
-        tasks: Several of them. Without either: the first of the environment's own, or none.
+        task: What it is reset with; by default the first of the environment's own tasks, or none.
+        tasks: Several of them.
         looked_at: Those that are looked at one by one, or their source; by default ``tasks``, else all its own.
         seeds: At least one.
         timeout: Seconds that any one call may take. The first that takes longer ends the examination.
         context_length: Tokens of prompt and completion that the model takes, or None.
         count_tokens: Counts the tokens of a text; by default it is estimated.
+        prompt: Makes ids of messages and tools by the chat template that is to show the tools.
 
     Returns:
         The report. Nothing is raised for what the environment does wrong.
@@ -89,7 +100,7 @@ async def check_env(
         TaskError: Its own tasks cannot be loaded.
     """
     _check_arguments(seeds, timeout)
-    examined = Examined(env, (task,), tuple(seeds), timeout, context_length, count_tokens or estimated_tokens)
+    examined = Examined(env, (task,), tuple(seeds), timeout, context_length, count_tokens or estimated_tokens, prompt)
     worker = Worker()
     try:
         try:
@@ -102,8 +113,7 @@ async def check_env(
             examined.tasks = tuple(tasks) if tasks else _own_tasks(first)
             examined.rows = _looked_at(first, looked_at or tasks)
         exam = Exam(examined, first, worker)
-        if count_tokens is None:
-            exam.report.notes.append(ESTIMATE)
+        exam.report.notes += [ESTIMATE] * (count_tokens is None)
         await _examine(exam)
         return exam.report
     finally:

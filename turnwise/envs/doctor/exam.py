@@ -23,12 +23,16 @@ from turnwise.errors import EnvError, TurnwiseError
 from turnwise.tasks import Task
 from turnwise.tools.example import example_arguments
 from turnwise.tools.loading import Toolbox
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message, ToolCall, ToolSchema
 
 EnvSource: TypeAlias = "str | EnvSpec | Env | Callable[[], Env]"
 TokenCounter: TypeAlias = Callable[[str], int]
+PromptIds: TypeAlias = Callable[[Sequence[Message], Sequence[ToolSchema]], Sequence[int]]
 _LAST_S: Final = 2.0
-ESTIMATE: Final = "tokens are estimated as UTF-8 bytes / 4: name a model to count them"
+ESTIMATE: Final = (
+    "tokens are estimated as UTF-8 bytes / 4: name a model to count them, and to see whether its chat template shows "
+    "the tools"
+)
 
 
 def estimated_tokens(text: str) -> int:
@@ -47,6 +51,7 @@ class Examined:
         timeout: Seconds for any one call.
         context_length: Tokens of prompt and completion that the model takes, or None.
         count_tokens: Counts the tokens of a text.
+        prompt: Makes ids of messages and tools, by a model's chat template.
         rows: Tasks that are looked at one by one, where the environment can say what is wrong with one.
         toolbox: Tools that a spec names, loaded where the environment runs; set by itself.
     """
@@ -57,6 +62,7 @@ class Examined:
     timeout: float
     context_length: int | None = None
     count_tokens: TokenCounter = estimated_tokens
+    prompt: PromptIds | None = None
     rows: tuple[Task, ...] = ()
     toolbox: Toolbox | None = field(init=False)
 

@@ -23,6 +23,26 @@ _SHORT: Final = 3
 _MOST_MOVES: Final = 100
 
 
+async def tools_shown(exam: Exam) -> None:
+    """The chat template writes the tools into the prompt, where a model was named."""
+    if exam.of.prompt is None:
+        return
+    task, seed = exam.episodes[0]
+    async with exam.episode(task, seed) as played:
+        tools = schemas(played.env)
+        if not tools:
+            return
+        with_tools, without = (list(exam.of.prompt(played.messages, offered)) for offered in (tools, ()))
+        if with_tools == without:
+            exam.find(
+                "tools shown",
+                f"the chat template shows no tools: with and without {', '.join(tool.name for tool in tools)} the "
+                "prompt is the same",
+                "name a template that shows them: --chat-template here, renderer.chat_template in a run",
+                where=played.where,
+            )
+
+
 async def lengths(exam: Exam) -> None:
     """The prompt, and the longest that a tool answers, fit into the context."""
     count = exam.of.count_tokens
