@@ -99,6 +99,8 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     _row(table, "ended", [_counts(s.stop_reasons) for s in summaries])
     if any(s.forks for s in summaries):
         _row(table, "forks", [_counts(s.forks) for s in summaries])
+    if result.unfinished:
+        table.add_row(Text("not finished", style="red"), Text(str(result.unfinished), style="red"))
     if any(s.failed for s in summaries):
         cells = [Text(str(s.failed), style="red" if s.failed else "") for s in summaries]
         table.add_row(Text("failed, in no figure", style="red"), *cells)
