@@ -1,10 +1,11 @@
 """What encoding one more turn costs, early and late in a conversation of 64k tokens.
 
 One conversation of 128 turns: every request adds a tool's answer, every completion says a sentence and makes a call,
-some 500 new tokens a turn, all of them text of the standard library. Turn 128 adds the very text that turn 8 added.
-Ours is a ``Session`` with a model that answers from a list: from the call of ``chat`` until the prompt's ids are handed
-to the client ("encode"), and from the completion until the message is returned ("commit"). The peer is what a program
-does that has no recorder: the tokenizer's own ``apply_chat_template`` over the whole conversation.
+some 500 new tokens a turn: lines of the standard library, drawn anew for each turn of each conversation. No text occurs
+twice in a run (the script fails if one does), so that nothing is answered from what an encoder remembers of it. Ours is
+a ``Session`` with a model that answers from a list: from the call of ``chat`` until the prompt's ids are handed to the
+client ("encode"), and from the completion until the message is returned ("commit"). The peer is what a program does
+that has no recorder: the tokenizer's own ``apply_chat_template`` over the whole conversation.
 
 Both sides see the same messages, and the ids that both give must be the same at turn 8 and at turn 128, else the script
 fails. A second pass hands every earlier message back as a server's client would: parsed from JSON, arguments as text.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import statistics
 import sys
 import time
@@ -36,7 +38,7 @@ TURNS = 128
 EARLY = 8
 SHOWN = (EARLY, 16, 32, 64, TURNS)
 TOKENS = 64_000
-ANSWER_CHARACTERS = 1_900
+ANSWER_CHARACTERS = 1_950
 SAID_CHARACTERS = 260
 TOOLS = (
     ToolSchema(
@@ -63,10 +65,11 @@ class Script:
 
 @dataclass
 class Passed:
-    """CPU seconds by turn of one conversation, and the prompts of the turns that are compared."""
+    """CPU seconds by turn of one conversation, how many ids each added, and the prompts that are compared."""
 
     encode: dict[int, float] = field(default_factory=dict)
     commit: dict[int, float] = field(default_factory=dict)
+    added: dict[int, int] = field(default_factory=dict)
     prompts: dict[int, TokenIds] = field(default_factory=dict)
     forks: float = 0.0
 
@@ -83,28 +86,44 @@ class TimedClient(ScriptedClient):
         return completion
 
 
-def make_script(renderer: TemplateRenderer) -> Script:
-    text = corpus()
+class Texts:
+    """Texts of the standard library's lines, in a random order; none is given twice.
 
-    def piece(start: int, size: int) -> str:
-        return text[start : start + size].strip()
+    Args:
+        seed: Of the order.
+    """
 
+    def __init__(self, seed: int) -> None:
+        self._lines = [line for line in corpus().splitlines(keepends=True) if line.strip()]
+        self._random = random.Random(seed)
+        self._given: set[str] = set()
+
+    def draw(self, characters: int) -> str:
+        """Return a new text of this length."""
+        parts: list[str] = []
+        while sum(map(len, parts)) < characters + 100:
+            parts.append(self._random.choice(self._lines))
+        text = "".join(parts).strip()[:characters].strip()
+        if text in self._given:
+            raise SystemExit(f"a text was drawn twice: {text[:80]!r}")
+        self._given.add(text)
+        return text
+
+
+def make_script(renderer: TemplateRenderer, texts: Texts) -> Script:
     said: list[Message] = []
     answers: list[str] = []
     for turn in range(1, TURNS + 1):
-        # What is new in the last request, the completion before it included, is what was new in the early one.
-        number = turn if turn < TURNS - 1 else turn - TURNS + EARLY
-        start = 2 * ANSWER_CHARACTERS + number * (ANSWER_CHARACTERS + SAID_CHARACTERS)
-        call = ToolCall("", "read_lines", {"end": number * 40, "path": f"lib/module{number}.py", "start": number})
-        said.append({"role": "assistant", "content": piece(start, SAID_CHARACTERS), "tool_calls": [call]})
-        answers.append(piece(start + SAID_CHARACTERS, ANSWER_CHARACTERS))
+        call = ToolCall("", "read_lines", {"end": turn * 40, "path": f"lib/module{turn}.py", "start": turn})
+        said.append({"role": "assistant", "content": texts.draw(SAID_CHARACTERS), "tool_calls": [call]})
+        answers.append(texts.draw(ANSWER_CHARACTERS))
     sampled = []
     for message in said:
         ids = renderer.completion(message, TOOLS)
         sampled.append(Completion(ids, scripted_logprobs(ids), "stop", ((0, 0, len(ids)),)))
     first: list[Message] = [
-        {"role": "system", "content": piece(0, ANSWER_CHARACTERS)},
-        {"role": "user", "content": piece(ANSWER_CHARACTERS, SAID_CHARACTERS)},
+        {"role": "system", "content": texts.draw(ANSWER_CHARACTERS)},
+        {"role": "user", "content": texts.draw(SAID_CHARACTERS)},
     ]
     return Script(first, said, sampled, answers)
 
@@ -114,7 +133,7 @@ async def ours(renderer: TemplateRenderer, script: Script, *, wire: bool) -> Pas
     client = TimedClient(renderer, script.sampled)
     session = Session(client, renderer, id="conversation", limits=SessionLimits(context_length=10 * TOKENS))
     messages: list[Any] = list(script.first)
-    passed = Passed()
+    passed, known = Passed(), 0
     for turn in range(1, TURNS + 1):
         given = json.loads(json.dumps(messages)) if wire else messages
         started = time.process_time()
@@ -122,8 +141,11 @@ async def ours(renderer: TemplateRenderer, script: Script, *, wire: bool) -> Pas
         ended = time.process_time()
         passed.encode[turn] = client.asked - started
         passed.commit[turn] = ended - client.answered
+        prompt = client.requests[-1].prompt
+        # What the session encodes in a turn is what follows the completion before it.
+        passed.added[turn], known = len(prompt) - known, len(prompt) + len(script.sampled[turn - 1].token_ids)
         if turn in (EARLY, TURNS):
-            passed.prompts[turn] = client.requests[-1].prompt
+            passed.prompts[turn] = prompt
         messages.append(openai_form(message) if wire else message)
         call = message["tool_calls"][0]
         messages.append({"role": "tool", "tool_call_id": call.id, "content": script.answers[turn - 1]})
@@ -183,20 +205,21 @@ def main() -> None:
     folder = chat_dir()
     renderer = load_renderer(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-    script = make_script(renderer)
+    texts = Texts(seed=0)
     turns: dict[str, list[Passed]] = {"ours": [], "wire": []}
     theirs: dict[int, list[float]] = {EARLY: [], TURNS: []}
-    conversations = {turn: template_messages(script, turn) for turn in theirs}
     for repeat in range(arguments.repeats + 1):
-        measured = {turn: peer(tokenizer, messages) for turn, messages in conversations.items()}
         for name in turns:
+            # Each pass has its own texts: one that heard those of another would find them in the encoder's memory.
+            script = make_script(renderer, texts)
+            measured = {turn: peer(tokenizer, template_messages(script, turn)) for turn in theirs}
             passed = asyncio.run(ours(renderer, script, wire=name == "wire"))
             check(passed, {turn: ids for turn, (_, ids) in measured.items()})
             # The first one warms caches up: the proof of the shapes is made once per model.
             if repeat:
                 turns[name].append(passed)
-        for turn, (seconds, _) in measured.items():
-            theirs[turn] += [seconds] if repeat else []
+                for turn, (seconds, _) in measured.items():
+                    theirs[turn].append(seconds)
     report(result(turns, theirs, folder, renderer, arguments.repeats))
 
 
@@ -218,7 +241,9 @@ def result(
         figures = (encode["ours"][turn], encode["wire"][turn], commit["ours"][turn])
         table.add_row(str(turn), *(f"{figure:.0f}" for figure in figures), other)
     Console(stderr=True).print(table)
-    tokens = {turn: len(turns["ours"][0].prompts[turn]) for turn in (EARLY, TURNS)}
+    passes = [passed for name in turns for passed in turns[name]]
+    tokens = {turn: statistics.median(len(p.prompts[turn]) for p in passes) for turn in (EARLY, TURNS)}
+    added = {turn: statistics.median(p.added[turn] for p in passes) for turn in (EARLY, TURNS)}
     return {
         "ratio_turn128_turn8": round(encode["ours"][TURNS] / encode["ours"][EARLY], 3),
         "ratio_wire_turn128_turn8": round(encode["wire"][TURNS] / encode["wire"][EARLY], 3),
@@ -228,6 +253,7 @@ def result(
         "peer_us": {str(turn): round(us, 1) for turn, us in whole.items()},
         "peer_over_ours_at_128": round(whole[TURNS] / encode["ours"][TURNS], 1),
         "prompt_tokens": {str(turn): count for turn, count in tokens.items()},
+        "new_tokens": {str(turn): count for turn, count in added.items()},
         "config": {
             "turns": TURNS,
             "repeats": repeats,

@@ -192,6 +192,37 @@ async def test_a_server_that_dies_while_it_gets_weights_gets_them_again(lookup_m
 
 
 @pytest.mark.long
+async def test_weights_that_no_step_changed_are_not_sent(lookup_model: Path, tmp_path: Path) -> None:
+    """They are served as the new version, by a server that is started again, too."""
+    config = train_config(lookup_model, tmp_path, steps=1)
+    async with open_run(config, tmp_path / "run", silent()) as run:
+        run.torn = True  # the weights of this test are no step's
+        [replica], client = run.fleet.replicas, run.fleet.client
+        with torch.no_grad():
+            for _, tensor in run.learner.export_weights():
+                tensor.mul_(1.25)
+        sent = []
+        for run.state.step in (1, 2, 3):
+            sent.append((await run.sync_weights())["sync/bytes"])
+            assert run.state.weight_version == run.state.step
+            assert (await client.model_info()).weight_version == run.state.step
+        assert sent[0] == sum(tensor.nbytes for _, tensor in run.learner.export_weights())
+        assert sent[1:] == [0.0, 0.0]
+        before = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        await kill(replica)
+        await run.fleet.recover(InferenceError("killed"))
+        after = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        assert after.weight_versions == before.weight_versions == ((3, 0, 8),)
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        # A server that died has to load them, although the trainer wrote nothing new.
+        await kill(replica)
+        run.state.step = 4
+        assert (await run.sync_weights())["sync/bytes"] == 0.0
+        again = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        assert (again.weight_versions, again.token_ids.tolist()) == (((4, 0, 8),), before.token_ids.tolist())
+
+
+@pytest.mark.long
 async def test_a_restarted_server_samples_nothing_before_its_last_weights_are_back(
     lookup_model: Path, tmp_path: Path
 ) -> None:

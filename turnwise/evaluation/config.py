@@ -17,6 +17,9 @@ from turnwise.tasks import TasksConfig
 Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 
+EVAL_MAX_TOKENS_PER_TURN = 4096
+"""Most tokens of one completion where an evaluation names no ``rollout.max_tokens_per_turn``."""
+
 
 class EvalPlan(BaseModel):
     """What is evaluated, and what counts as a success.
@@ -65,6 +68,8 @@ class EvalConfig(EvalPlan):
         hosted: Says that ``url`` is a hosted endpoint, which tells no token ids: trajectories are recorded as text, and
             agents decide how they sample (``session.chat`` names ``rollout.temperature`` and ``rollout.top_p``).
         rollout: Environment, agent, sampling and limits; ``group_size`` is not read (see ``samples``).
+            ``max_tokens_per_turn`` is 4096 where it is not named, so that a model that never stops does not fill its
+            context in every turn; ``null`` leaves only the context. A hosted endpoint has its own limit instead.
         renderer: How messages become ids.
         inference: How the model is served.
         out: Directory that the trajectories, the ledger and the summary are written to; by default a new one in
@@ -85,6 +90,12 @@ class EvalConfig(EvalPlan):
     @classmethod
     def _no_model(cls, data: Any) -> Any:
         return without_model(data)
+
+    @model_validator(mode="after")
+    def _ceiling(self) -> Self:
+        if self.hosted is None and "max_tokens_per_turn" not in self.rollout.model_fields_set:
+            self.rollout = self.rollout.model_copy(update={"max_tokens_per_turn": EVAL_MAX_TOKENS_PER_TURN})
+        return self
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:

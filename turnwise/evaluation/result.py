@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,16 @@ class EvalResult:
         greedy: Figures of the episodes at temperature 0, or None.
         seconds: How long it took.
         left_out: How many rows of the task sources were left out.
+        unfinished: How many episodes had not ended when the evaluation was interrupted; they are in no figure.
+        max_tokens_per_turn: Most tokens of one completion, where there was a limit.
     """
 
     sampled: Summary | None
     greedy: Summary | None
     seconds: float
     left_out: int = 0
+    unfinished: int = 0
+    max_tokens_per_turn: int | None = None
 
     @property
     def parts(self) -> dict[str, Summary]:
@@ -45,7 +49,15 @@ class EvalResult:
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (not the rows)."""
         figures = {name: summary.to_json() for name, summary in self.parts.items()}
-        return {**figures, "seconds": self.seconds, **({"left_out": self.left_out} if self.left_out else {})}
+        counts = {"left_out": self.left_out, "unfinished": self.unfinished}
+        given = {name: count for name, count in counts.items() if count}
+        if self.max_tokens_per_turn is not None:
+            given["max_tokens_per_turn"] = self.max_tokens_per_turn
+        return {**figures, "seconds": self.seconds, **given}
+
+    def left(self, unfinished: int) -> EvalResult:
+        """Return the result as that of an evaluation which so many episodes were missing from at its end."""
+        return replace(self, unfinished=unfinished)
 
     def write(self, folder: Path) -> None:
         """Write ``summary.json`` and ``episodes.jsonl`` (one row per episode) to a directory."""
@@ -80,11 +92,15 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     _row(table, "reward", [_shown(s.reward) for s in summaries])
     _row(table, "turns", [f"{s.turns:.2f}" for s in summaries])
     _row(table, "tokens sampled", [f"{s.sampled_tokens:.1f}" for s in summaries])
+    if result.max_tokens_per_turn is not None:
+        _row(table, "most tokens a turn", [str(result.max_tokens_per_turn) for _ in summaries])
     _row(table, "tool calls", [str(s.tool_calls) for s in summaries])
     _row(table, "tool errors", [_counts(s.tool_errors) for s in summaries])
     _row(table, "ended", [_counts(s.stop_reasons) for s in summaries])
     if any(s.forks for s in summaries):
         _row(table, "forks", [_counts(s.forks) for s in summaries])
+    if result.unfinished:
+        table.add_row(Text("not finished", style="red"), Text(str(result.unfinished), style="red"))
     if any(s.failed for s in summaries):
         cells = [Text(str(s.failed), style="red" if s.failed else "") for s in summaries]
         table.add_row(Text("failed, in no figure", style="red"), *cells)

@@ -75,11 +75,16 @@ async def evaluate(
         tasks = (await load_eval_tasks(plan, producer.config, producer.renderer)).tasks
     requests = eval_requests(plan, tasks, label)
     groups = await producer.gather(requests, on_group)
-    split = len(tasks) if plan.samples else 0
+    return eval_result(plan, groups, time.monotonic() - started)
+
+
+def eval_result(plan: EvalPlan, groups: Sequence[TrajectoryGroup], seconds: float) -> EvalResult:
+    """Return the figures of groups, which stand in the order of :func:`eval_requests`."""
+    split = len(groups) // (1 + plan.greedy) if plan.samples else 0
     return EvalResult(
         sampled=_summary(plan, groups[:split], plan.pass_k) if plan.samples else None,
         greedy=_summary(plan, groups[split:], ()) if plan.greedy else None,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
     )
 
 

@@ -13,13 +13,12 @@ from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.evaluation.config import EvalConfig
-from turnwise.evaluation.metrics import episode_rows
+from turnwise.evaluation.progress import EvalProgress
 from turnwise.evaluation.result import EvalResult, result_table
 from turnwise.evaluation.runner import eval_requests, evaluate, load_eval_tasks
 from turnwise.inference.client import HTTPClient
@@ -32,10 +31,9 @@ from turnwise.inference.gateway.hosted_endpoint import Endpoint
 from turnwise.inference.gateway.hosted_renderer import TextRenderer
 from turnwise.inference.ledger import Book, LedgerClient
 from turnwise.rollout.core import RolloutParts
-from turnwise.rollout.managers import Rollouts, check_manager, create_manager
+from turnwise.rollout.managers import check_manager, create_manager
 from turnwise.rollout.writer import TrajectoryWriter
-from turnwise.tasks import Task
-from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,8 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     """Evaluate a model on an environment, print the figures and write everything down.
 
     The directory of the evaluation then holds ``config.yaml``, ``trajectories.jsonl``, ``ledger.jsonl`` (so that it
-    can be viewed and audited), ``episodes.jsonl`` and ``summary.json``.
+    can be viewed and audited), ``episodes.jsonl`` and ``summary.json``. An interrupt (Ctrl-C) keeps and summarises what
+    has ended by then.
 
     Args:
         config: What is evaluated, by whom and with what.
@@ -59,16 +58,27 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     Raises:
         ConfigError: Something of the configuration cannot be used; nothing was started.
         TurnwiseError: What went wrong; also where no episode at all ended without an error.
+        KeyboardInterrupt: The evaluation was interrupted; the summary says how many episodes it lacks.
     """
     console = console or Console()
     folder = _folder(config)
     errors: list[str] = []
     result = asyncio.run(_evaluate(config, folder, console, errors))
-    result.write(folder)
-    if not any(summary.success.episodes for summary in result.parts.values()):
+    ended = any(summary.success.episodes for summary in result.parts.values())
+    if result.unfinished and not ended:
+        console.print(f"interrupted before an episode had ended; its records are in {folder}", soft_wrap=True)
+        raise KeyboardInterrupt
+    if not ended:
         raise InferenceError(f"every episode ended in an error, so there are no figures; the last one: {errors[-1]}")
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
+    if result.unfinished:
+        console.print(
+            f"interrupted: {result.unfinished} episodes had not ended and are in no figure. Short episodes end first: "
+            "figures of a part may differ from those of the whole",
+            soft_wrap=True,
+        )
+        raise KeyboardInterrupt
     return result
 
 
@@ -120,9 +130,11 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
 
         writer = TrajectoryWriter(folder / "trajectories.jsonl")
         stack.callback(writer.close)
+        progress = EvalProgress(config, eval_requests(config, loaded.tasks))
 
         def write(trajectory: Trajectory) -> None:
             writer.write(trajectory)
+            progress.wrote(trajectory)
             if trajectory.error is not None:
                 errors.append(trajectory.error)
 
@@ -136,8 +148,22 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         )
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
-        result = await _watched(producer, config, loaded.tasks, console)
-        return replace(result, left_out=sum(report.dropped.total() for report in loaded.reports))
+        with progress.shown(console):
+            try:
+                result = await evaluate(producer, config, tasks=loaded.tasks, on_group=progress.arrived)
+            except asyncio.CancelledError:
+                # Ctrl-C cancels this task. What is closed from here on is awaited as usual.
+                if (task := asyncio.current_task()) is not None:
+                    task.uncancel()
+                result = progress.partial()
+        result = replace(
+            result,
+            left_out=sum(report.dropped.total() for report in loaded.reports),
+            max_tokens_per_turn=config.rollout.max_tokens_per_turn,
+        )
+        # Before anything is closed: a second interrupt does not lose it.
+        result.write(folder)
+        return result
 
 
 async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Model:
@@ -151,21 +177,3 @@ async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Mo
     stack.push_async_callback(fleet.close)
     await fleet.launch()
     return _Model(fleet.client, fleet.recover)
-
-
-async def _watched(producer: Rollouts, config: EvalConfig, tasks: list[Task], console: Console) -> EvalResult:
-    """Evaluate with a bar that counts groups and successes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("evaluating", total=len(eval_requests(config, tasks)))
-        ended = successes = 0
-
-        def count(group: TrajectoryGroup) -> None:
-            nonlocal ended, successes
-            rows = episode_rows(group.trajectories, success_reward=config.success_reward, role=config.role)
-            ended += len(rows)
-            successes += sum(row.success for row in rows)
-            share = f"{successes / ended:.2f}" if ended else "-"
-            progress.update(bar, advance=1, description=f"success {share}")
-
-        return await evaluate(producer, config, tasks=tasks, on_group=count)

@@ -51,7 +51,9 @@ class BuiltinReplica(Replica):
         self._config = config or InferenceConfig()
         self._name = name
         self._weight_version = weight_version
+        # What a restart brings back, and what the process that runs has loaded.
         self._manifest: WeightManifest | None = None
+        self._loaded: WeightManifest | None = None
         self._port = self._config.port
         self._control = ControlRoutes()
         self._process = ServerProcess(
@@ -100,6 +102,7 @@ class BuiltinReplica(Replica):
             }
             return [sys.executable, "-m", "turnwise.inference.server", "--config-json", orjson.dumps(spec).decode()]
 
+        self._loaded = None
         threads = {"OMP_NUM_THREADS": str(self._config.threads), "TOKENIZERS_PARALLELISM": "false"}
         reported = await self._process.start(command, {**os.environ, **threads})
         self._port = int(reported["port"])
@@ -123,6 +126,9 @@ class BuiltinReplica(Replica):
     async def update_weights(self, manifest: WeightManifest) -> int:
         """Load a version in place. Returns the version now served.
 
+        Weights that the server has loaded already only get their new version: their KV cache stays, and requests in
+        flight go on.
+
         Raises:
             RequestRefused: The weights do not fit; the server keeps what it has.
             InferenceError: The server did not answer.
@@ -131,7 +137,10 @@ class BuiltinReplica(Replica):
             return await self._load(manifest)
 
     async def _load(self, manifest: WeightManifest) -> int:
-        await self._control.request(self._reachable(), "POST", "/update_weights", wire.encode_manifest(manifest))
+        if not manifest.same_weights(self._loaded):
+            self._loaded = None
+            await self._control.request(self._reachable(), "POST", "/update_weights", wire.encode_manifest(manifest))
+            self._loaded = manifest
         version = await self._control.set_version(self._reachable(), manifest.version)
         self._manifest = manifest
         return version

@@ -11,7 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -121,7 +121,7 @@ class TensorEntry:
         name: The parameter's name in the Hugging Face state dict.
         shape: Its shape.
         dtype: Its torch dtype without the prefix (``float32``, ``bfloat16``).
-        checksum: blake2b-128 of its bytes, hexadecimal.
+        checksum: Of its bytes, 32 hexadecimal digits (``inference/weights.py``).
     """
 
     name: str
@@ -181,6 +181,10 @@ class WeightManifest:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.tensors)
 
+    def same_weights(self, other: WeightManifest | None) -> bool:
+        """Return whether another version has the same file with the same content: only its number differs."""
+        return other is not None and replace(other, version=self.version) == self
+
 
 class Replica(ABC):
     """Control plane of one inference server."""
@@ -212,7 +216,10 @@ class Replica(ABC):
 
     @abstractmethod
     async def update_weights(self, manifest: WeightManifest) -> int:
-        """Load a version in place, drop the KV cache of older ones. Returns the version now served."""
+        """Load a version in place, drop the KV cache of older ones. Returns the version now served.
+
+        A version with the weights that are served (:meth:`WeightManifest.same_weights`) need not be loaded again.
+        """
 
     @abstractmethod
     async def close(self) -> None:

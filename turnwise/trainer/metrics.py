@@ -121,7 +121,7 @@ METRICS: dict[str, str] = {
     "correction/rejected": "share of tokens that were rejected",
     "lag/mean": "weight versions by which the weights in training are ahead of those that sampled, mean over tokens",
     "lag/max": "largest of these: how stale the step's oldest token is",
-    "sync/bytes": "bytes of weights sent to each server after the step: all of them, or an adapter's",
+    "sync/bytes": "bytes of weights sent to each server after the step, or of an adapter; 0 where none changed",
     "loggers/failures": "calls of loggers that failed so far in this process",
     "time/*": "seconds of a part of the step, or tokens per second",
 }

@@ -26,7 +26,7 @@ from rich.console import Console
 from turnwise.errors import InferenceError
 from turnwise.evaluation.result import EvalResult
 from turnwise.evaluation.runner import evaluate
-from turnwise.inference.core import Renderer, WeightManifest
+from turnwise.inference.core import Renderer
 from turnwise.inference.fleet import Fleet
 from turnwise.inference.renderer import save_format
 from turnwise.rollout.batches import BatchWriter
@@ -194,7 +194,8 @@ class TrainRun:
     async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
         """Bring the learner's weights to the servers, as the version of this step; return what that took, as metrics.
 
-        A server that dies meanwhile is started again, and then gets them too, as often as it may.
+        A server that dies meanwhile is started again, and then gets them too, as often as it may. Weights that are
+        those of the version before are not sent: servers only name them anew.
 
         Args:
             still: Whether the servers answer what they are sampling with what there is, and stand still meanwhile.
@@ -202,20 +203,18 @@ class TrainRun:
         Raises:
             InferenceError: A server refuses them, or died too often.
         """
-        manifest = await self.fleet.through_deaths(lambda: self._write_weights(still))
+        written = self.writer.written_bytes
+        await self.fleet.through_deaths(lambda: self._write_weights(still))
         self.state.weight_version = self.state.step
-        return {"sync/bytes": float(manifest.nbytes)}
+        return {"sync/bytes": float(self.writer.written_bytes - written)}
 
-    async def _write_weights(self, still: bool) -> WeightManifest:
+    async def _write_weights(self, still: bool) -> None:
         learner, fleet = self.learner, self.fleet
         if still:
             await fleet.pause()
-        manifest = await self.writer.sync(
-            learner.export_weights(), fleet.replicas, self.state.step, adapter=learner.adapter
-        )
+        await self.writer.sync(learner.export_weights(), fleet.replicas, self.state.step, adapter=learner.adapter)
         if still:
             await fleet.resume()
-        return manifest
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that the run stands at."""

@@ -130,6 +130,58 @@ def test_no_figures_at_all_are_an_error(model: Path, tmp_path: Path, capsys: pyt
     assert orjson.loads((tmp_path / "out" / "summary.json").read_bytes())["greedy"]["failed"] == 3
 
 
+STOPS = """
+import asyncio, os, signal
+from turnwise.envs.lookup import LookupEnv
+
+class Stops(LookupEnv):
+    resets, at = 0, 0
+
+    async def reset(self, task=None, *, seed=None):
+        Stops.resets += 1
+        if Stops.resets == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+        if Stops.resets >= self.at:
+            await asyncio.Event().wait()
+        return super().reset(task, seed=seed)
+"""
+
+
+def interrupt(model: Path, folder: Path, at: int) -> Path:
+    """Evaluate one episode after the other, and press Ctrl-C when the one of this number begins."""
+    file = folder / "stops.py"
+    file.write_text(STOPS.replace("at = 0, 0", f"at = 0, {at}"))
+    before = children()
+    options = (f"rollout.env.name={file}:Stops", "rollout.concurrency=1")
+    assert evaluate(model, folder / "out", *options) == 130
+    assert children() <= before, "the server ended with the evaluation"
+    return folder / "out"
+
+
+def test_ctrl_c_keeps_and_summarises_what_has_ended(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = interrupt(model, tmp_path, at=4)
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "interrupted: 6 episodes had not ended and are in no figure" in text
+    assert re.search(r"not finished +6", text)
+    assert re.search(r"most tokens a turn +8", text)
+    summary = orjson.loads((out / "summary.json").read_bytes())
+    assert (summary["unfinished"], summary["max_tokens_per_turn"]) == (6, 8)
+    assert sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy")) == 3
+    assert sum(summary[part]["failed"] for part in ("sampled", "greedy")) == 0
+    assert len((out / "episodes.jsonl").read_text().splitlines()) == 3
+    ended = [each for each in read_trajectories(out / "trajectories.jsonl") if each.stop_reason != "cancelled"]
+    assert len(ended) == 3
+    assert run("audit", str(out), "--no-recompute") == 0
+
+
+def test_ctrl_c_before_an_episode_has_ended(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = interrupt(model, tmp_path, at=1)
+    assert "interrupted before an episode had ended" in capsys.readouterr().out
+    assert orjson.loads((out / "summary.json").read_bytes())["unfinished"] == 9
+
+
 def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = "http://127.0.0.1:9"
     assert evaluate(model, tmp_path / "out", "--url", url, "inference.retries=0") == 1

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -338,6 +339,30 @@ async def test_an_update_in_flight(lm, replica, client, tmp_path):
         await replica.update_weights(write_weights(model.state_dict().items(), tmp_path / "back", 0))
 
 
+async def test_the_same_weights_get_a_new_version_and_keep_what_was_read(lm, replica, client, tmp_path):
+    model, _ = lm
+    first = write_weights(make_model("qwen3", 1).state_dict().items(), tmp_path, 4)
+    await replica.update_weights(first)
+    try:
+        before = await client.generate(TokenPrompt(prompt(31)), GREEDY, session_id="same")
+        call = asyncio.create_task(client.generate(TokenPrompt(prompt(32)), LONG, session_id="long"))
+        await running(replica)
+        # Were the server to read the file, it would find no weights there.
+        raw = Path(first.path).read_bytes()
+        Path(first.path).write_bytes(b"broken")
+        assert await replica.update_weights(replace(first, version=5)) == 5
+        Path(first.path).write_bytes(raw)
+        (old, _, middle), (version, start, end) = (await call).weight_versions
+        assert (old, version, start, end) == (4, 5, middle, 400)
+        reused = (await replica.stats())["reused_tokens"]
+        after = await client.generate(TokenPrompt(prompt(31)), GREEDY, session_id="same")
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert after.weight_versions == ((5, 0, 20),)
+        assert (await replica.stats())["reused_tokens"] > reused
+    finally:
+        await replica.update_weights(write_weights(model.state_dict().items(), tmp_path / "back", 0))
+
+
 async def test_diverged_weights_fail_requests_and_not_the_server(lm, replica, client, tmp_path):
     broken = {name: torch.full_like(tensor, float("inf")) for name, tensor in lm[0].state_dict().items()}
     await replica.update_weights(write_weights(broken.items(), tmp_path, 6))
@@ -365,7 +390,9 @@ async def mortal(lm, tmp_path):
 
 async def test_a_killed_server_is_noticed_and_comes_back_with_its_weights(mortal, lm, tmp_path):
     new = make_model("qwen3", 1)
-    await mortal.update_weights(write_weights(new.state_dict().items(), tmp_path / "w", 7))
+    manifest = write_weights(new.state_dict().items(), tmp_path / "w", 6)
+    await mortal.update_weights(manifest)
+    await mortal.update_weights(replace(manifest, version=7))
     client = HTTPClient([mortal.url], retries=0)
     call = asyncio.create_task(client.generate(TokenPrompt(prompt()), LONG, session_id="s"))
     await running(mortal)

@@ -72,11 +72,79 @@ def test_old_versions_go_and_the_newest_two_stay(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
+def test_the_memory_of_an_outdated_version_is_filled_again(tmp_path):
+    first = write_weights(tensors(), tmp_path, 1)
+    where = Path(first.path).stat().st_ino
+    second = write_weights([("a", torch.ones(1000))], tmp_path, 2)
+    assert Path(second.path).stat().st_ino != where, "the version before the newest can still be read"
+    read_weights(first)
+    for version, size in ((3, 7), (5, 100_000)):
+        third = write_weights([("a", torch.full((size,), float(version)))], tmp_path, version)
+        assert torch.equal(read_weights(third)["a"], torch.full((size,), float(version)))
+        if version == 3:
+            assert Path(third.path).stat().st_ino == where
+            read_weights(second)
+
+
+def test_weights_of_the_version_before_are_not_written_again(tmp_path):
+    first = write_weights(tensors(), tmp_path, 1)
+    again = write_weights(tensors(), tmp_path, 2, previous=first)
+    assert again == replace(first, version=2)
+    assert again.same_weights(first)
+    assert len(list(tmp_path.iterdir())) == 1
+    read_weights(again)
+    third = write_weights(tensors(), tmp_path, 3, previous=again)
+    assert third.path == first.path
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), False),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32), False),
+        (torch.zeros(2, 3), torch.zeros(3, 2), False),
+        (torch.zeros(5).bfloat16(), torch.zeros(5).bfloat16(), True),
+    ],
+)
+def test_the_same_weights_are_those_with_the_same_bits(tmp_path, before, after, same):
+    first = write_weights([("a", before)], tmp_path, 1)
+    second = write_weights([("a", after)], tmp_path, 2, previous=first)
+    assert (second.path == first.path) == second.same_weights(first) == same
+    assert torch.equal(read_weights(second)["a"].nan_to_num(), after.nan_to_num())
+
+
+def test_other_names_and_a_file_that_is_gone_or_changed_are_written_anew(tmp_path):
+    first = write_weights([("a", torch.zeros(3))], tmp_path, 1)
+    second = write_weights([("b", torch.zeros(3))], tmp_path, 2, previous=first)
+    assert not second.same_weights(first)
+    Path(second.path).unlink()
+    third = write_weights([("b", torch.zeros(3))], tmp_path, 3, previous=second)
+    read_weights(third)
+    raw = bytearray(Path(third.path).read_bytes())
+    raw[-1] ^= 1
+    Path(third.path).write_bytes(raw)
+    fourth = write_weights([("b", torch.zeros(3))], tmp_path, 4, previous=third)
+    assert torch.equal(read_weights(fourth)["b"], torch.zeros(3))
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
+    with pytest.raises(FormatError, match=r"b is torch\.complex64, which safetensors cannot hold"):
+        write_weights([("a", torch.zeros(3)), ("b", torch.zeros(3, dtype=torch.complex64))], tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def large() -> list[tuple[str, torch.Tensor]]:
+    """Tensors of more than the 4 KiB that a checksum sums up at a time, their sizes no multiples of it."""
+    generator = torch.Generator().manual_seed(2)
+    return [("odd", torch.randn(2500, generator=generator).half()), ("long", torch.randn(3001, generator=generator))]
+
+
 @settings(max_examples=60, deadline=None)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_any_flipped_bit_of_the_data_is_noticed(tmp_path_factory, place, bit):
     home = tmp_path_factory.mktemp("flip")
-    manifest = write_weights(tensors(), home, 1)
+    manifest = write_weights([*tensors(), *large()], home, 1)
     file = Path(manifest.path)
     raw = bytearray(file.read_bytes())
     start = 8 + int.from_bytes(raw[:8], "little")
@@ -121,3 +189,9 @@ def test_checksums_see_dtype_bits_and_order():
     assert checksum(one) == checksum(one.clone().view(2, 3))
     assert checksum(one.view(2, 3).t()) != checksum(one.view(2, 3))
     assert checksum(one) != checksum(one.to(torch.bfloat16))
+    for size in (4096, 5000):
+        many = torch.randn(size, generator=torch.Generator().manual_seed(size))
+        exchanged = many.clone()
+        exchanged[2], exchanged[600] = many[600], many[2]
+        assert checksum(many) == checksum(many.clone())
+        assert len({checksum(many), checksum(exchanged), checksum(many.roll(1024)), checksum(many[:-1])}) == 4

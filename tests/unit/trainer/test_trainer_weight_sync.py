@@ -73,6 +73,25 @@ async def test_every_replica_gets_the_bits(writer: SharedMemoryWriter, model_dir
     assert not writer.directory.exists()
 
 
+async def test_weights_that_did_not_change_are_named_and_not_written(
+    writer: SharedMemoryWriter, model_dir: Callable[..., Path]
+) -> None:
+    policy = load_model(model_dir("qwen3"))
+    replica = ReadingReplica()
+    first = await writer.sync(policy.named_weights(), [replica], 1)
+    assert writer.written_bytes == first.nbytes
+    second = await writer.sync(policy.named_weights(), [replica], 2)
+    assert (second.version, second.path, second.tensors) == (2, first.path, first.tensors)
+    assert writer.written_bytes == first.nbytes
+    with torch.no_grad():
+        next(iter(policy.named_weights()))[1].view(-1)[0] += 1e-3
+    third = await writer.sync(policy.named_weights(), [replica], 3)
+    assert not third.same_weights(second)
+    assert writer.written_bytes == 2 * first.nbytes
+    for name, tensor in policy.named_weights():
+        assert torch.equal(replica.loaded[name], tensor)
+
+
 async def test_a_replica_that_serves_another_version_is_an_error(
     writer: SharedMemoryWriter, model_dir: Callable[..., Path]
 ) -> None:

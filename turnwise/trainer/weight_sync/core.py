@@ -14,7 +14,14 @@ from turnwise.inference.core import AdapterInfo, Replica, WeightManifest
 
 
 class WeightWriter(ABC):
-    """Brings a version of the weights to all replicas."""
+    """Brings a version of the weights to all replicas.
+
+    Attributes:
+        written_bytes: Bytes of all weights that were written so far. A version with the weights of the one before it
+            adds none.
+    """
+
+    written_bytes: int = 0
 
     @abstractmethod
     async def sync(
@@ -25,11 +32,11 @@ class WeightWriter(ABC):
         *,
         adapter: AdapterInfo | None = None,
     ) -> WeightManifest:
-        """Write the weights and have every replica load them.
+        """Write the weights and have every replica load them; those of the version before only get the new number.
 
         Args:
             tensors: (Hugging Face name, tensor), read while this runs.
-            replicas: Who loads them.
+            replicas: The servers that load them.
             version: What they report from then on.
             adapter: What the tensors are where they are an adapter's; None: all weights.
 

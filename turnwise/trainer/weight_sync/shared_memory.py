@@ -35,6 +35,7 @@ class SharedMemoryWriter(WeightWriter):
             self.directory = weights_directory(_NAME.format(pid=os.getpid()))
         except OSError as error:
             raise TrainError(f"no directory for weights can be made: {error}") from error
+        self._last: WeightManifest | None = None
         _remove_orphans(self.directory.parent)
 
     async def sync(
@@ -45,19 +46,24 @@ class SharedMemoryWriter(WeightWriter):
         *,
         adapter: AdapterInfo | None = None,
     ) -> WeightManifest:
-        """Write the weights and have every replica load them.
+        """Write the weights and have every replica load them; those of the version before only get the new number.
 
         Raises:
             InferenceError: A replica did not load them, or serves another version.
             TrainError: The file cannot be written.
         """
         try:
-            manifest = await asyncio.to_thread(write_weights, tensors, self.directory, version, adapter=adapter)
+            manifest = await asyncio.to_thread(
+                write_weights, tensors, self.directory, version, adapter=adapter, previous=self._last
+            )
         except OSError as error:
             raise TrainError(
                 f"weights of version {version} cannot be written to {self.directory}: {error}; "
-                "there has to be room for the weights three times"
+                "there has to be room for the weights twice"
             ) from error
+        if not manifest.same_weights(self._last):
+            self.written_bytes += manifest.nbytes
+        self._last = manifest
         served = await asyncio.gather(*(replica.update_weights(manifest) for replica in replicas))
         for replica, answer in zip(replicas, served, strict=True):
             if answer != version:
