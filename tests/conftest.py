@@ -16,6 +16,12 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 gc.disable()
 
+from support.warm import WarmPopen, warm_process  # noqa: E402
+from turnwise.inference.process import ServerProcess  # noqa: E402
+
+# Servers that tests start are forked from a process that has imported torch and transformers.
+ServerProcess.launcher = WarmPopen
+
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,6 +43,9 @@ def pass_over_what_is_loaded() -> None:
 
 def pytest_collection_finish() -> None:
     """Begin when every test module is loaded."""
+    if "support.lookup_run" in sys.modules:
+        # It gets ready while the first tests run.
+        warm_process()
     gc.enable()
     pass_over_what_is_loaded()
 

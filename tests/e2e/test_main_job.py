@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from support.lookup_run import take_warm
+from support.warm import WarmPopen, run_command
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 KINDS = ("sampled", "greedy")
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main-job")]
 def start(runs: Path, seed: int, name: str, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(MAIN), "--runs", str(runs), "--seed", str(seed), "--name", name, *more]
     with (runs / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        return WarmPopen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[bytes], runs: Path, name: str) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def test_no_process_took_more_than_1_2_gigabytes(summaries: dict[int, dict[str, 
 
 def test_the_audit_passes_on_what_it_left(runs: Path, summaries: dict[int, dict[str, Any]]) -> None:
     command = [sys.executable, "-m", "turnwise", "audit", str(runs / "seed0")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing contradicts" in result.stdout
 

@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from support.warm import WarmPopen
 from turnwise.config import dump_config
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.offline.config import SFTConfig
@@ -169,7 +170,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-class Turnwise(subprocess.Popen[bytes]):
+class Turnwise(WarmPopen):
     """A ``turnwise`` command in a process of its own; a context manager that leaves no process.
 
     Attributes:
