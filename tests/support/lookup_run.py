@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from support.warm import WarmPopen
+from support.warm import WarmPopen, started_by
 from turnwise.config import dump_config
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.offline.config import SFTConfig
@@ -193,10 +193,13 @@ class Turnwise(WarmPopen):
         """Return what it wrote so far."""
         return self.log.read_text()
 
+    def children(self) -> list[psutil.Process]:
+        """Return the processes that it started, and those that they did."""
+        return started_by(psutil.Process(self.pid))
+
     def servers(self) -> list[psutil.Process]:
         """Return the inference servers that it started."""
-        children = psutil.Process(self.pid).children(recursive=True)
-        return [child for child in children if "turnwise.inference.server" in child.cmdline()]
+        return [child for child in self.children() if "turnwise.inference.server" in child.cmdline()]
 
 
 def training(config: TrainConfig) -> Turnwise:

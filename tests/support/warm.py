@@ -29,6 +29,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PROGRAM = Path(__file__).with_name("warm_process.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMITS = [getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")]
@@ -221,6 +223,17 @@ def run_command(argv: Sequence[Any], *, check: bool = False, timeout: float | No
     if check:
         done.check_returncode()
     return done
+
+
+def started_by(process: psutil.Process) -> list[psutil.Process]:
+    """Return the processes that one started and those that they did, without warm ones."""
+    return [each for each in process.children(recursive=True) if PROGRAM.name not in _last_part(each)]
+
+
+def _last_part(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "".join(os.path.basename(part) for part in process.cmdline()[1:2])
+    return ""
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def test_ci_runs_every_stage_and_is_a_sound_script() -> None:
     text = script.read_text()
     assert "set -euo pipefail" in text
     stages = re.findall(r"^stage (\S+) ", text, re.MULTILINE)
-    assert stages == ["setup", "style", "format", "types", "imports", "test", "test-long", "test-real", "train"]
+    assert stages == ["setup", "style", "format", "types", "imports", "test", "test-long", "test-real"]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,11 @@ def test_ci_says_passed_only_when_every_stage_has_passed(
     done = subprocess.run([str(tmp_path / ".ci" / "run")], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == told
     assert done.returncode == code if code is not None else done.returncode != 0
+
+
+def test_make_train_is_the_main_job_of_the_long_tests() -> None:
+    """``tests/e2e/test_main_job.py`` runs this command, so that CI need not train once more."""
+    assert dry_run("train").splitlines()[-1] == ".venv/bin/python examples/lookup/main.py --seed 0"
 
 
 def test_npm_reads_the_settings_of_the_machine() -> None:
