@@ -143,13 +143,17 @@ def program(argv: Sequence[str | os.PathLike[str]]) -> list[str] | None:
         return None
     if words[1] == "-m" and len(words) > 2 and words[2].partition(".")[0] == "turnwise":
         return words[1:]
+    if words[1] == "-c" and len(words) > 2 and "turnwise" in words[2]:
+        return words[1:]
     if not words[1].startswith("-") and EXAMPLES in Path(words[1]).parents:
         return words[1:]
     return None
 
 
 def _starts_servers(argv: Sequence[str]) -> bool:
-    return argv[0] != "-m" or argv[1] in ("turnwise", "turnwise.inference.gateway.server")
+    if argv[0] == "-m":
+        return argv[1] in ("turnwise", "turnwise.inference.gateway.server")
+    return argv[0] != "-c"
 
 
 def _umask() -> int:

@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -148,6 +149,11 @@ def run(argv: list[str], paths: str) -> None:
         # It is the main module, not the one that others import.
         sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.path[:] = ["", *named, *base]
+        sys.argv[:] = ["-c", *rest[1:]]
+        sys.modules["__main__"] = main_module = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main_module.__dict__)
     else:
         sys.path[:] = [os.path.dirname(os.path.abspath(first)), *named, *base]
         sys.argv[:] = argv
