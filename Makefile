@@ -10,6 +10,8 @@ SEED ?= 0
 # Tests side by side. They wait for processes now and then: three of them keep two cores busy.
 JOBS ?= 3
 LONG_JOBS ?= 3
+# Of the examples of property tests `make test` draws a share; `make test-long` draws all.
+SHARE ?= 0.25
 REAL_JOBS ?= 3
 
 BIN := .venv/bin
@@ -69,10 +71,10 @@ train: $(STAMP)  ## Train the lookup model from scratch (SEED=0)
 	$(BIN)/python examples/lookup/main.py --seed $(SEED)
 
 test: $(STAMP)  ## Run the tests that need nothing but this machine
-	$(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS) --dist worksteal
+	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS) --dist worksteal
 
-test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a crash matrix
-	$(TESTING) tests -m "long and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) || test $$? -eq 5
+test-long: $(STAMP)  ## Run those that train to a success figure, walk a crash matrix or draw all their examples
+	$(TESTING) tests -m "(long or hypothesis) and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
 test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
@@ -81,10 +83,10 @@ test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AG
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
 
 test-again: $(STAMP)
-	$(TESTING) $(AGAIN) -m "not long and not real and not gpu"
+	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) $(AGAIN) -m "not long and not real and not gpu"
 
 test-long-again: $(STAMP)
-	$(TESTING) $(AGAIN) -m "long and not real and not gpu" --timeout $(LIMIT_LONG)
+	$(TESTING) $(AGAIN) -m "(long or hypothesis) and not real and not gpu" --timeout $(LIMIT_LONG)
 
 test-real-again: $(STAMP)
 	$(BIN)/python .ci/no_skips.py .cache/real.xml skipped

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 gc.disable()
 
+from support.examples import examples  # noqa: E402
 from support.warm import WarmPopen, warm_process  # noqa: E402
 from turnwise.inference.process import ServerProcess  # noqa: E402
 
@@ -27,9 +28,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is not a failing test. Where CI is set, hypothesis has a profile of its own that is repeatable, too.
-if settings.get_current_profile_name() != "ci":
-    settings.register_profile("turnwise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("turnwise")
+MOST = examples(settings().max_examples)
+if settings.get_current_profile_name() == "ci":
+    settings.register_profile("turnwise", settings(), max_examples=MOST)
+else:
+    settings.register_profile(
+        "turnwise", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=MOST
+    )
+settings.load_profile("turnwise")
 
 # Whole runs in this process pass over what is loaded, as the tests do, and undo it when they end.
 WITH_RUNS = ("e2e", "compat")

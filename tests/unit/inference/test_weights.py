@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.tiny_lm import make_model
 from turnwise.errors import FormatError
 from turnwise.inference import wire
@@ -72,7 +73,7 @@ def test_old_versions_go_and_the_newest_two_stay(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_any_flipped_bit_of_the_data_is_noticed(tmp_path_factory, place, bit):
     home = tmp_path_factory.mktemp("flip")
