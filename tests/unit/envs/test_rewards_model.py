@@ -326,9 +326,7 @@ async def test_a_model_that_is_served_for_this_process_ends_with_it(scalar):
         model, template_ids(folder, [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}])
     )[0]
     running = [
-        subprocess.Popen(  # noqa: ASYNC220 - nothing else runs meanwhile
-            [sys.executable, "-c", code, str(folder), how], stdout=subprocess.PIPE, text=True
-        )
+        WarmPopen([sys.executable, "-c", code, str(folder), how], stdout=subprocess.PIPE, text=True)
         for how in ("end", "hang")
     ]
     for parent, killed in zip(running, (False, True), strict=True):
