@@ -8,14 +8,18 @@ as if torch had neither. For processes of our own only: code of others may want 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import copy
+import importlib.metadata
+import importlib.util
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
+_LIBRARY = "transformers"
 _COMPILER = "torch._dynamo"
 _TRACING = "torch._dynamo._trace_wrapped_higher_order_op"
 _MODULES = (
@@ -39,7 +43,9 @@ def lean_transformers() -> Iterator[None]:
     if _MODULES[0] in sys.modules or _COMPILER in sys.modules:
         yield
         return
-    utils = importlib.import_module("transformers.utils.import_utils")
+    utils = _import_utils()
+    # Which names stand in which of its 2,000 files is found out three times by reading all of them.
+    utils.create_import_structure_from_path = _by_folder(utils.create_import_structure_from_path)
     with _no_distributed():
         # It remembers its answer, so that all of transformers goes by it from here on.
         utils.is_torch_distributed_available()
@@ -60,6 +66,36 @@ def _no_distributed() -> Iterator[None]:
         yield
     finally:
         torch.distributed.is_available = there
+
+
+def _import_utils() -> Any:
+    """Import what transformers finds its names with before itself, as its own first lines do."""
+    spec = importlib.util.find_spec(_LIBRARY)
+    if _LIBRARY not in sys.modules and spec is not None:
+        begun = ModuleType(_LIBRARY)
+        begun.__spec__, begun.__file__ = spec, spec.origin
+        begun.__path__ = list(spec.submodule_search_locations or [])
+        begun.__version__ = importlib.metadata.version(_LIBRARY)  # type: ignore[attr-defined]
+        sys.modules[_LIBRARY] = begun
+        try:
+            importlib.import_module(f"{_LIBRARY}.utils.import_utils")
+        finally:
+            del sys.modules[_LIBRARY]
+    return importlib.import_module(f"{_LIBRARY}.utils.import_utils")
+
+
+def _by_folder(find: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
+    """Return a function that looks into a folder once; a file stands for the folder that it is in."""
+    found: dict[str, dict[Any, Any]] = {}
+
+    def remembered(path: Any) -> dict[Any, Any]:
+        folder = os.fspath(path)
+        folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
+        if folder not in found:
+            found[folder] = find(path)
+        return copy.deepcopy(found[folder])
+
+    return remembered
 
 
 def _pretend() -> None:
