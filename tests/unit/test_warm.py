@@ -70,8 +70,9 @@ def test_signals_and_errors_end_it_as_ever() -> None:
 
 def test_what_carries_a_warm_process_leaves_none() -> None:
     with WarmPopen([sys.executable, "-m", "turnwise", "mcp", "lookup"], stdin=subprocess.PIPE) as process:
-        below = psutil.Process(process.pid).children()
-        assert len(below) == 1
+        host = psutil.Process(process.pid)
+        wait_until(lambda: len(host.children()) == 1, "its warm process")
+        below = host.children()
         assert started_by(psutil.Process(process.pid)) == []
         assert "turnwise" in psutil.Process(process.pid).cmdline()
         process.kill()
