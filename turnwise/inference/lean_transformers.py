@@ -98,9 +98,13 @@ def _by_folder(find: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[An
     return remembered
 
 
+class _NoCompiler(ModuleType):
+    """What stands in the place of ``torch._dynamo`` while transformers is imported."""
+
+
 def _pretend() -> None:
     """Put a compiler in place whose decorators change nothing."""
-    compiler, tracing = ModuleType(_COMPILER), ModuleType(_TRACING)
+    compiler, tracing = _NoCompiler(_COMPILER), ModuleType(_TRACING)
     for name in ("allow_in_graph", "assume_constant_result", "disable"):
         setattr(compiler, name, _unchanged)
     compiler.__path__ = []
@@ -111,7 +115,7 @@ def _pretend() -> None:
 
 def _admit() -> None:
     """Take it away again: torch imports its own when it is asked for."""
-    if getattr(sys.modules.get(_TRACING), "TransformGetItemToIndex", None) is _index_mode:
+    if isinstance(sys.modules.get(_COMPILER), _NoCompiler):
         for name in (_COMPILER, _TRACING):
             del sys.modules[name]
         del torch._dynamo

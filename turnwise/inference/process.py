@@ -64,7 +64,7 @@ class ServerProcess:
     The process ends with its parent, however that ends: it holds the other end of a pipe.
 
     Attributes:
-        launcher: Starts the process; called like :class:`subprocess.Popen`, and returns one. A program that starts many
+        launcher: Starts the process; called like ``subprocess.Popen``, and returns one. A program that starts many
             servers may set one of its own for all of them, such as one that forks a process which has imported torch.
         died: Set when the process ended although nobody stopped it; cleared by :meth:`start`.
         spent_cpu: CPU seconds of the processes that were ended, those that they waited for included.
