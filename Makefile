@@ -4,11 +4,15 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # The torch requirement, installed before everything else. Options for pip may stand with it:
 #   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
+# Python compiles a module when it is first imported: compiling all of them takes a third of an installation.
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 SEED ?= 0
-# Tests side by side. Those of `make test` wait for processes now and then: three of them keep two cores busy.
+# Tests side by side. They wait for processes now and then: three of them keep two cores busy.
 JOBS ?= 3
-LONG_JOBS ?= 2
-REAL_JOBS ?= 2
+LONG_JOBS ?= 3
+# Of the examples of property tests `make test` draws a share; `make test-long` draws all.
+SHARE ?= 0.25
+REAL_JOBS ?= 3
 
 BIN := .venv/bin
 STAMP := .venv/.turnwise-installed
@@ -47,7 +51,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # What failed last, alone and one after the other.
 AGAIN := tests --last-failed --last-failed-no-failures none -n 0
-.PHONY: help setup train test test-long test-real test-again test-long-again test-real-again real-needs sandbox-needs lint bench clean
+.PHONY: help setup train test test-long test-real test-again test-long-again test-real-again real-installs real-needs sandbox-needs lint bench clean
 
 help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,18 +63,18 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than Python 3.11: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[dev]"
 	@touch $@
 
 train: $(STAMP)  ## Train the lookup model from scratch (SEED=0)
 	$(BIN)/python examples/lookup/main.py --seed $(SEED)
 
 test: $(STAMP)  ## Run the tests that need nothing but this machine
-	$(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS) --dist worksteal
+	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS) --dist worksteal
 
-test-long: $(STAMP)  ## Run the tests that train to a success figure or walk a crash matrix
-	$(TESTING) tests -m "long and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) || test $$? -eq 5
+test-long: $(STAMP)  ## Run those that train to a success figure, walk a crash matrix or draw all their examples
+	$(TESTING) tests -m "(long or hypothesis) and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) || test $$? -eq 5
 
 # A skipped test is a failure here: it says that the real thing is missing.
 test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AGENTS_STAMPS)  ## Run the tests against real components (vLLM, agents); one that skips is a failure
@@ -79,15 +83,18 @@ test-real: real-needs sandbox-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(AG
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
 
 test-again: $(STAMP)
-	$(TESTING) $(AGAIN) -m "not long and not real and not gpu"
+	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) $(AGAIN) -m "not long and not real and not gpu"
 
 test-long-again: $(STAMP)
-	$(TESTING) $(AGAIN) -m "long and not real and not gpu" --timeout $(LIMIT_LONG)
+	$(TESTING) $(AGAIN) -m "(long or hypothesis) and not real and not gpu" --timeout $(LIMIT_LONG)
 
 test-real-again: $(STAMP)
 	$(BIN)/python .ci/no_skips.py .cache/real.xml skipped
 	$(TESTING) $(AGAIN) -m "real and not gpu" --timeout $(LIMIT_LONG) --junit-xml .cache/again.xml
 	$(BIN)/python .ci/no_skips.py .cache/again.xml
+
+# All that has an environment or a folder of its own: it may be fetched while other tests run (.ci/run).
+real-installs: $(VLLM_STAMP) $(AGENTS_STAMPS)
 
 $(LOGGERS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow]"
@@ -122,10 +129,10 @@ sandbox-needs:
 $(VLLM_STAMP): .ci/vllm_requirements.py
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
+	$(VLLM_BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
+	$(VLLM_BIN)/python -m pip install $(PIP_OPTIONS) --no-deps $(VLLM)
 	$(VLLM_BIN)/python .ci/vllm_requirements.py $(firstword $(subst =, ,$(VLLM))) > .venv-vllm/requirements.txt
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install $(PIP_OPTIONS) -r .venv-vllm/requirements.txt
 	@touch $@
 
 # With --prefix npm would not read the machine's own settings (registry, certificates); with a package.json it stays here.

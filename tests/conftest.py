@@ -16,14 +16,26 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 gc.disable()
 
+from support.examples import examples  # noqa: E402
+from support.warm import WarmPopen, warm_process  # noqa: E402
+from turnwise.inference.process import ServerProcess  # noqa: E402
+
+# Servers that tests start are forked from a process that has imported torch and transformers.
+ServerProcess.launcher = WarmPopen
+
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is not a failing test. Where CI is set, hypothesis has a profile of its own that is repeatable, too.
-if settings.get_current_profile_name() != "ci":
-    settings.register_profile("turnwise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("turnwise")
+MOST = examples(settings().max_examples)
+if settings.get_current_profile_name() == "ci":
+    settings.register_profile("turnwise", settings(), max_examples=MOST)
+else:
+    settings.register_profile(
+        "turnwise", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=MOST
+    )
+settings.load_profile("turnwise")
 
 # Whole runs in this process pass over what is loaded, as the tests do, and undo it when they end.
 WITH_RUNS = ("e2e", "compat")
@@ -37,6 +49,9 @@ def pass_over_what_is_loaded() -> None:
 
 def pytest_collection_finish() -> None:
     """Begin when every test module is loaded."""
+    if "support.lookup_run" in sys.modules:
+        # It gets ready while the first tests run.
+        warm_process()
     gc.enable()
     pass_over_what_is_loaded()
 

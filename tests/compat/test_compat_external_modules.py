@@ -8,13 +8,13 @@ names what is not there is refused before anything runs.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from support.tiny_lm import make_model, save_model
+from support.warm import run_command
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
 from turnwise.trainer.config import TrainConfig
@@ -87,7 +87,7 @@ def home(tmp_path: Path) -> Path:
 
 def test_an_engine_by_entry_point_and_a_loss_by_the_variable(home: Path) -> None:
     given = {"PYTHONPATH": str(home / "site"), "OMP_NUM_THREADS": "1", "TURNWISE_EXTERNAL_MODULES": "my_loss"}
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", PROGRAM], cwd=home, env={**os.environ, **given}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import FAMILIES, model_dir, renderer_for
+from support.examples import examples
 from turnwise.inference.model_dir import read_model_dir
 from turnwise.inference.renderer import TemplateRenderer, make_renderer
 from turnwise.inference.scripted import ScriptedClient
@@ -67,7 +68,7 @@ def kept(session: Session) -> Trajectory:
 
 
 @pytest.mark.parametrize("family", NAMES)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     turns=st.lists(
         st.tuples(st.integers(0, 2), st.sampled_from([1.0, 0.5, 3]), st.integers(0, 5)), min_size=2, max_size=5

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from support.behaviours import behave, path_ids, plans, scripts
 from support.chat_models import FAMILIES, MAIN, renderer_for
+from support.examples import examples
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
@@ -18,7 +19,7 @@ WEATHER = ToolSchema("weather", "The weather of a city.", CITY)
 
 
 @pytest.mark.parametrize("family", MAIN)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 async def test_every_behaviour_is_recorded_exactly(tmp_path_factory, family, data) -> None:
     renderer = renderer_for(family)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.lookup_run import environment, lines
+from support.warm import run_command
 from turnwise.config import load_config
 from turnwise.trainer.config import TrainConfig
 
@@ -33,7 +33,7 @@ def test_it_goes_with_the_file_of_the_main_job(name: str) -> None:
 
 def play(runs: Path, algorithm: str, *arguments: str) -> str:
     command = [sys.executable, str(EXAMPLES / "algorithms" / "main.py"), algorithm, "--runs", str(runs), *arguments]
-    done = subprocess.run(command, check=False, cwd=runs, env=environment(), capture_output=True, text=True)
+    done = run_command(command, check=False, cwd=runs, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.warm import run_command
 from turnwise.agents.registry import make_agent
 from turnwise.config import load_config
 from turnwise.envs.registration import env_class
@@ -26,7 +26,7 @@ def test_an_example_runs(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / name / "main.py"), "--smoke"]
     # Not what somebody has installed: that is tests/real, which knows the versions.
     env = {**os.environ, "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=100)
+    done = run_command(command, capture_output=True, text=True, check=False, env=env, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if "tokens to train" in line]
     assert len(lines) == (4 if name == "openai_client_agent" else 2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from support.lookup_run import take_warm
+from support.warm import run_command
 
 MAIN = Path(__file__).parents[2] / "examples" / "openai_client_agent" / "main.py"
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("blackbox-job")]
@@ -20,7 +20,7 @@ def test_a_program_learns_as_the_react_loop_does(warm_lookup: Path, tmp_path: Pa
     take_warm(warm_lookup, tmp_path / "job")
     command = [sys.executable, str(MAIN), "--runs", str(tmp_path), "--seed", "0", "--name", "job"]
     with (tmp_path / "log").open("wb") as log:
-        done = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, "COLUMNS": "160"}, check=False)
+        done = run_command(command, stdout=log, stderr=log, env={**os.environ, "COLUMNS": "160"}, check=False)
     assert done.returncode == 0, (tmp_path / "log").read_text()[-3000:]
     summary = json.loads((tmp_path / "job" / "summary.json").read_text())
     found = {
@@ -33,6 +33,6 @@ def test_a_program_learns_as_the_react_loop_does(warm_lookup: Path, tmp_path: Pa
     assert found["after sampled"] >= 0.88
     assert found["after greedy"] >= 0.97
     audit = [sys.executable, "-m", "turnwise", "audit", str(tmp_path / "job")]
-    result = subprocess.run(audit, capture_output=True, text=True, check=False)
+    result = run_command(audit, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing contradicts" in result.stdout

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.warm import run_command
 
 MAIN = Path(__file__).parents[2] / "examples" / "calculator" / "main.py"
 KINDS = ("sampled", "greedy")
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("calculator-job")]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs, name = tmp_path_factory.mktemp("calculator-job"), "seed0"
     command = [sys.executable, str(MAIN), "--runs", str(runs), "--seed", "0", "--name", name]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"turnwise eval calculator --model {runs / name}" in result.stdout
     return runs / name
@@ -46,6 +47,6 @@ def test_it_learns_to_calculate_with_the_tool(run: Path) -> None:
 
 def test_the_audit_passes_on_what_it_left(run: Path) -> None:
     command = [sys.executable, "-m", "turnwise", "audit", str(run), "--no-recompute"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing contradicts" in result.stdout

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from support.lookup_run import environment, lines
+from support.warm import run_command
 from turnwise.rollout.audit import audit_files
 
 MAIN = Path(__file__).parents[2] / "examples" / "code_repair" / "main.py"
@@ -23,7 +23,7 @@ def test_it_learns_to_go_on_until_the_tests_pass(tmp_path: Path) -> None:
     command = [sys.executable, str(MAIN), "--runs", str(tmp_path), "--name", "run", f"steps={STEPS}"]
     # The rate of the whole example's first steps: it falls over the steps of a run.
     command += ["policies.main.schedule.kind=constant", "eval.limit=100", "eval.samples=1", "checkpoint.every=100"]
-    done = subprocess.run(command, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    done = run_command(command, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from support.lookup_run import environment, lines
+from support.warm import run_command
 from turnwise.rollout.audit import audit_files
 
 MAIN = Path(__file__).parents[2] / "examples" / "credit" / "main.py"
@@ -16,7 +16,7 @@ MAIN = Path(__file__).parents[2] / "examples" / "credit" / "main.py"
 
 def play(runs: Path, *arguments: str) -> str:
     command = [sys.executable, str(MAIN), "--runs", str(runs), *arguments]
-    done = subprocess.run(command, check=False, cwd=runs, env=environment(), capture_output=True, text=True)
+    done = run_command(command, check=False, cwd=runs, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 

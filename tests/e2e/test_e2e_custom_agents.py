@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 
 from support.custom_agents import FILE
 from support.lookup_run import environment, lines, silent, take_warm, train_config
+from support.warm import run_command
 from turnwise.cli import app
 from turnwise.config import dump_config
 from turnwise.rollout.writer import read_trajectories
@@ -51,7 +51,7 @@ def test_rows_choose_their_agents_and_all_of_them_train(lookup_model: Path, tmp_
 @pytest.mark.long
 def test_the_example_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE / "main.py"), "--smoke", "--runs", str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    done = run_command(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "success, sampled" in done.stdout
 
@@ -61,7 +61,7 @@ def test_a_loop_of_one_s_own_learns_lookup_to_the_bar_of_the_main_job(warm_looku
     """The bars are those of ``test_main_job.py``, said before it was run."""
     take_warm(warm_lookup, tmp_path / "loop")
     command = [sys.executable, str(EXAMPLE / "main.py"), "--runs", str(tmp_path), "--name", "loop", "eval.samples=2"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    done = run_command(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "loop" / "summary.json").read_text())
     assert summary["after"]["sampled"]["success"]["mean"] >= 0.88

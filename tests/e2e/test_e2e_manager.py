@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from support.lookup_run import GROUPS, MEMBERS, environment, lines, silent, take_warm, train_config
+from support.warm import run_command
 from turnwise.errors import TrainError
 from turnwise.rollout.batches import read_batches
 from turnwise.rollout.writer import read_trajectories
@@ -76,7 +76,7 @@ def test_it_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path
         f"rollout.agent_loop_manager_class={PLAIN}",
         "eval.samples=2",
     ]  # fmt: skip
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    done = run_command(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "outside" / "summary.json").read_text())
     assert summary["after"]["sampled"]["success"]["mean"] >= 0.88

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import yaml
@@ -205,7 +204,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     run = tmp_path / "run"
     with training(config) as process:
         wait_until((tmp_path / "gate").exists, "step 2", process)
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = process.children()
         process.send_signal(number)
         process.wait()
     assert not weights_of(process.pid, home)

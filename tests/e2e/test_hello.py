@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.lookup_run import environment, example, lines, shared, silent
+from support.warm import run_command
 from turnwise.envs import invoke, make, schemas, tool_call
 from turnwise.envs.seeded import tasks
 from turnwise.trainer.offline.config import SFTConfig
@@ -68,7 +69,7 @@ def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str
 
 
 def started(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_command(
         [sys.executable, *command],
         check=False,
         cwd=folder,

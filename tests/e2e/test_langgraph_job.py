@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.lookup_run import take_warm
+from support.warm import run_command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "langgraph_agent"
 KINDS = ("sampled", "greedy")
@@ -18,7 +19,7 @@ KINDS = ("sampled", "greedy")
 
 def example(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLE / "main.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_command(command, capture_output=True, text=True, check=False)
 
 
 def test_the_example_plays_its_graph_with_a_scripted_model() -> None:
@@ -47,7 +48,7 @@ def test_a_graph_learns_to_use_the_tools_as_the_react_loop_does(warm_lookup: Pat
     assert success(summary["after"], "sampled") >= 0.88
     assert success(summary["after"], "greedy") >= 0.97
     audit = [sys.executable, "-m", "turnwise", "audit", str(tmp_path / "graph")]
-    result = subprocess.run(audit, capture_output=True, text=True, check=False)
+    result = run_command(audit, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing contradicts" in result.stdout
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.warm import run_command
 
 MAIN = Path(__file__).parents[2] / "examples" / "long_task" / "main.py"
 WITHOUT = "rollout.agent.config.context.drop_tool_results=null"
@@ -21,7 +22,7 @@ WITHOUT = "rollout.agent.config.context.drop_tool_results=null"
 
 def play(runs: Path, *arguments: str) -> None:
     command = [sys.executable, str(MAIN), "--runs", str(runs), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "held-out tasks" in result.stdout
 
@@ -69,6 +70,6 @@ def test_dropping_old_results_learns_what_does_not_fit_into_the_context(summarie
 @pytest.mark.xdist_group("long-task")
 def test_what_it_left_passes_the_audit(summaries: dict[str, dict[str, Any]]) -> None:
     command = [sys.executable, "-m", "turnwise", "audit", str(summaries["with"]["run"]), "--no-recompute"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing contradicts" in result.stdout

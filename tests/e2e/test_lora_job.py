@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from support.lookup_run import take_warm
+from support.warm import run_command
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 
@@ -19,7 +19,7 @@ MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 def test_adapters_learn_to_use_the_tools_and_are_all_that_is_sent(warm_lookup: Path, tmp_path: Path) -> None:
     take_warm(warm_lookup, tmp_path / "lora")
     command = [sys.executable, str(MAIN), "--also", "lora.yaml", "--runs", str(tmp_path), "--name", "lora", "steps=16"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_command(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "lora"
     summary = json.loads((run / "summary.json").read_text())
@@ -35,5 +35,5 @@ def test_adapters_learn_to_use_the_tools_and_are_all_that_is_sent(warm_lookup: P
     assert {step["sync/bytes"] for step in steps} == {1245184.0}
     assert steps[0]["sync/bytes"] < whole / 2
     audit = [sys.executable, "-m", "turnwise", "audit", str(run)]
-    checked = subprocess.run(audit, capture_output=True, text=True, check=False)
+    checked = run_command(audit, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr

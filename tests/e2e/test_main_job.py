@@ -1,4 +1,4 @@
-"""The main job reaches its figures on three seeds, and after a kill; what it leaves passes the audit."""
+"""The main job reaches its figures although it is killed on the way; what it leaves passes the audit."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from typing import Any
 import pytest
 
 from support.lookup_run import take_warm
+from support.warm import WarmPopen, run_command
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 KINDS = ("sampled", "greedy")
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main-job")]
 
 
-def start(runs: Path, seed: int, name: str, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(MAIN), "--runs", str(runs), "--seed", str(seed), "--name", name, *more]
+def start(runs: Path, name: str, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(MAIN), "--runs", str(runs), "--seed", "0", "--name", name, *more]
     with (runs / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        return WarmPopen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[bytes], runs: Path, name: str) -> dict[str, Any]:
@@ -44,27 +45,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def summaries(runs: Path, warm_lookup: Path) -> dict[int, dict[str, Any]]:
-    # Other tests begin with the warm start of seed 0 too; the other seeds make their own.
+def summary(runs: Path, warm_lookup: Path) -> dict[str, Any]:
+    """The main job by the command of ``make train`` (``test_metadata.py``), killed in the middle and begun again."""
     take_warm(warm_lookup, runs / "seed0")
-    return {seed: finish(start(runs, seed, f"seed{seed}"), runs, f"seed{seed}") for seed in (0, 1, 2)}
-
-
-def take_warm_start(runs: Path, name: str) -> None:
-    """Begin the directory of a run with the warm start of seed 0, which is the same for all of them."""
-    for part in ("sft", "initial"):
-        shutil.copytree(runs / "seed0" / part, runs / name / part)
+    process = start(runs, "seed0")
+    metrics = runs / "seed0" / "metrics.jsonl"
+    try:
+        while process.poll() is None and not (metrics.exists() and '"step":14,' in metrics.read_text()):
+            time.sleep(0.1)
+        assert process.poll() is None, (runs / "seed0.log").read_text()[-3000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    return finish(start(runs, "seed0"), runs, "seed0")
 
 
 def success(part: dict[str, Any], kind: str) -> float:
     return part[kind]["success"]["mean"]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_learns_to_use_the_tools(summaries: dict[int, dict[str, Any]], seed: int) -> None:
-    summary = summaries[seed]
+def test_it_learns_to_use_the_tools(summary: dict[str, Any]) -> None:
     figures = {f"{part} {kind}": success(summary[part], kind) for part in ("before", "after") for kind in KINDS}
-    print(f"seed {seed}: {figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    print(f"{figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
     for part in ("before", "after"):
         assert summary[part]["sampled"]["success"]["episodes"] == 800
         assert summary[part]["greedy"]["success"]["episodes"] == 200
@@ -73,59 +76,43 @@ def test_it_learns_to_use_the_tools(summaries: dict[int, dict[str, Any]], seed: 
     assert success(summary["after"], "greedy") >= 0.97
 
 
-def test_no_process_took_more_than_1_2_gigabytes(summaries: dict[int, dict[str, Any]]) -> None:
+def test_no_process_took_more_than_1_2_gigabytes(summary: dict[str, Any]) -> None:
     # The largest of all descendants that have ended, in KiB.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 1.2e9 / 1024
 
 
-def test_the_audit_passes_on_what_it_left(runs: Path, summaries: dict[int, dict[str, Any]]) -> None:
+def test_the_audit_passes_on_what_it_left(runs: Path, summary: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "turnwise", "audit", str(runs / "seed0")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing contradicts" in result.stdout
 
 
-def test_a_run_that_was_killed_ends_where_the_other_one_does(runs: Path, summaries: dict[int, dict[str, Any]]) -> None:
-    # To begin with the part that is killed.
-    take_warm_start(runs, "killed")
-    process = start(runs, 0, "killed")
-    metrics = runs / "killed" / "metrics.jsonl"
-    try:
-        while process.poll() is None and not (metrics.exists() and '"step":14,' in metrics.read_text()):
-            time.sleep(0.1)
-        assert process.poll() is None, (runs / "killed.log").read_text()[-3000:]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    summary = finish(start(runs, 0, "killed"), runs, "killed")
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"kind":"train"' in line]
+def test_what_the_kill_took_was_done_again_and_nothing_else(runs: Path, summary: dict[str, Any]) -> None:
+    records = [json.loads(line) for line in (runs / "seed0" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in records if record["kind"] == "train"]
     # Resumed after the checkpoint of step 10: some steps were done twice, none was left out.
     assert steps[-1] == summary["steps"]
     assert sorted(set(steps)) == list(range(1, summary["steps"] + 1))
     assert steps.count(11) == 2
     assert steps.count(10) == 1
     # The first evaluation is that of the first part; none was made anew by the second.
-    evaluations = [json.loads(line) for line in metrics.read_text().splitlines() if '"kind":"eval"' in line]
+    evaluations = [record for record in records if record["kind"] == "eval"]
     assert [each["step"] for each in evaluations] == [0, summary["steps"]]
     for kind in KINDS:
         assert summary["before"][kind] == evaluations[0][kind]
-        # What shares a batch with an episode depends on the machine's moments, and the last bit of its logits on that:
-        # one sampled token in some ten thousand is another one.
-        assert abs(success(summary["before"], kind) - success(summaries[0]["before"], kind)) <= 0.01
-    assert abs(success(summary["after"], "greedy") - success(summaries[0]["after"], "greedy")) <= 0.03
 
 
 @pytest.mark.parametrize("mode", ["colocate", "separate"])
 def test_an_asynchronous_mode_ends_where_the_synchronous_one_does(
-    runs: Path, summaries: dict[int, dict[str, Any]], mode: str
+    runs: Path, warm_lookup: Path, summary: dict[str, Any], mode: str
 ) -> None:
-    take_warm_start(runs, mode)
-    summary = finish(start(runs, 0, mode, "--also", f"{mode}.yaml"), runs, mode)
-    ends = {name: success(each["after"], "sampled") for name, each in (("sync", summaries[0]), (mode, summary))}
+    take_warm(warm_lookup, runs / mode)
+    other = finish(start(runs, mode, "--also", f"{mode}.yaml"), runs, mode)
+    ends = {name: success(each["after"], "sampled") for name, each in (("sync", summary), (mode, other))}
     steps = [json.loads(line) for line in (runs / mode / "metrics.jsonl").read_text().splitlines()]
     lags = [step["lag/max"] for step in steps if step["kind"] == "train"]
-    print(f"{ends}, lag at most {max(lags):g}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    print(f"{ends}, lag at most {max(lags):g}, {other['wall_s']:.0f} s wall, {other['cpu_s']:.0f} CPU-s")
     assert abs(ends[mode] - ends["sync"]) <= 0.03
     # It was asynchronous, and never more than its bound.
     assert max(lags) == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.lookup_run import environment, lines
+from support.warm import run_command
 from turnwise.rollout.audit import audit_files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -16,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(example: str, folder: Path, *arguments: str, timeout: int = 110) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / example / "main.py"), "--runs", str(folder), *arguments]
-    done = subprocess.run(
+    done = run_command(
         command, check=False, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stdout + done.stderr

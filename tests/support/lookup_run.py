@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from support.warm import WarmPopen, started_by
 from turnwise.config import dump_config
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.offline.config import SFTConfig
@@ -169,7 +170,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-class Turnwise(subprocess.Popen[bytes]):
+class Turnwise(WarmPopen):
     """A ``turnwise`` command in a process of its own; a context manager that leaves no process.
 
     Attributes:
@@ -192,10 +193,13 @@ class Turnwise(subprocess.Popen[bytes]):
         """Return what it wrote so far."""
         return self.log.read_text()
 
+    def children(self) -> list[psutil.Process]:
+        """Return the processes that it started, and those that they did."""
+        return started_by(psutil.Process(self.pid))
+
     def servers(self) -> list[psutil.Process]:
         """Return the inference servers that it started."""
-        children = psutil.Process(self.pid).children(recursive=True)
-        return [child for child in children if "turnwise.inference.server" in child.cmdline()]
+        return [child for child in self.children() if "turnwise.inference.server" in child.cmdline()]
 
 
 def training(config: TrainConfig) -> Turnwise:

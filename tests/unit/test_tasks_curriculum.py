@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import TaskError
 from turnwise.tasks import SourceConfig, Task, TaskOrder, open_order
 from turnwise.tasks.curriculum import CurriculumConfig, CurriculumOrder, pools_of, shares_of
@@ -51,7 +52,7 @@ def test_unseen_tasks_first_then_the_learnable_ones_and_a_floor_for_every_pool()
     assert len({*first, *later}) == 612
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 40), st.integers(0, 3), st.booleans())
 def test_it_goes_on_from_its_state(before: int, seed: int, shuffle: bool) -> None:
     config = CurriculumConfig()
@@ -87,7 +88,7 @@ def test_rates_forget_exponentially() -> None:
     assert config.figures([]) == {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any),
     st.lists(st.floats(0, 5), min_size=3, max_size=3),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.task_rows import CALLS
 from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
@@ -68,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data())
 def test_what_goes_on_from_a_state_takes_what_would_have_followed(kind: str, folder: Path, data: st.DataObject) -> None:
     rows = data.draw(st.sampled_from([1, 7, 12]), "rows")
@@ -224,7 +225,7 @@ def test_a_state_of_as_many_tasks_with_other_ids_is_refused(tmp_path: Path, stre
     weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_shares_hold_to_within_one_task_at_any_time(weights: list[float], seed: int) -> None:
     named = {f"s{n}": weight for n, weight in enumerate(weights)}
     shares, taken = Shares(named, seed=seed), dict.fromkeys(named, 0)

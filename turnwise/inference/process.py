@@ -14,7 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 
@@ -64,9 +64,13 @@ class ServerProcess:
     The process ends with its parent, however that ends: it holds the other end of a pipe.
 
     Attributes:
+        launcher: Starts the process; called like ``subprocess.Popen``, and returns one. A program that starts many
+            servers may set one of its own for all of them, such as one that forks a process which has imported torch.
         died: Set when the process ended although nobody stopped it; cleared by :meth:`start`.
         spent_cpu: CPU seconds of the processes that were ended, those that they waited for included.
     """
+
+    launcher: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
 
     def __init__(self, what: str, *, log_file: Path, launch_timeout: float, close_timeout: float) -> None:
         """Describe a process; :meth:`start` starts it.
@@ -163,7 +167,7 @@ class ServerProcess:
         try:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
             with self._log_file.open("ab") as log:
-                popen = subprocess.Popen(
+                popen = type(self).launcher(
                     command(report_write, lifeline_read),
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -109,14 +109,18 @@ def serve_reward(spec: RewardServerSpec) -> None:
         MissingExtraError: A package of the extra ``serve`` is missing.
     """
     import torch
-    from transformers.utils import logging as hf_logging
+
+    from turnwise.inference.lean_transformers import lean_transformers
 
     config = spec.config
     process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
-    hf_logging.disable_progress_bar()
     torch.set_num_threads(config.threads)
     encoder = Encoder(spec.model)
-    classifier = Classifier(spec.model, dtype=config.dtype, device=config.device, max_context=config.max_context)
+    with lean_transformers():
+        from transformers.utils import logging as hf_logging
+
+        hf_logging.disable_progress_bar()
+        classifier = Classifier(spec.model, dtype=config.dtype, device=config.device, max_context=config.max_context)
     batcher = ClassifierBatcher(classifier, max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
     served = Served(
         name=spec.name or spec.model.resolve().name,

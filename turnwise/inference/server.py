@@ -62,16 +62,19 @@ def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[En
     """Load the model; return the engine, whether there is a tokenizer for stop strings, and what makes grammars."""
     import torch
     from tokenizers import Tokenizer
-    from transformers.utils import logging as hf_logging
 
     from turnwise.inference.causal_lm import CausalLM
+    from turnwise.inference.lean_transformers import lean_transformers
 
-    hf_logging.disable_progress_bar()
     config = spec.config
     torch.set_num_threads(config.threads)
     tokenizer_file = spec.model / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
-    model = CausalLM(spec.model, dtype=config.dtype, device=config.device)
+    with lean_transformers():
+        from transformers.utils import logging as hf_logging
+
+        hf_logging.disable_progress_bar()
+        model = CausalLM(spec.model, dtype=config.dtype, device=config.device)
     try:
         engine = Engine(
             model,

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import renderer_for
+from support.examples import examples
 from turnwise import Agent, ToolEnv, function_tool
 from turnwise.agents import register_agent
 from turnwise.agents.room import fit_messages, fitted
@@ -17,7 +18,7 @@ from turnwise.types import ToolCall
 TEXTS = st.tuples(st.text(max_size=5), st.integers(0, 60)).map(lambda pair: pair[0] * pair[1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(TEXTS, max_size=5), st.integers(-5, 300))
 def test_they_fit_and_only_long_ones_are_cut(texts, room):
     count = renderer_for("qwen3").count

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from support.chat_models import renderer_for
 from support.context_episodes import Played, play, say
+from support.examples import examples
 from support.toy_renderer import ForgetfulRenderer, ToyRenderer
 from turnwise.agents.context.config import ContextConfig
 from turnwise.agents.context.sub_agent import schema_of
@@ -100,7 +101,7 @@ async def check(
         event(reason)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     lines=SCRIPTS, context=CONTEXTS, length=st.sampled_from([700, 1200, 2000]),
     renderer=st.sampled_from([ToyRenderer(), ForgetfulRenderer()]), policy=st.sampled_from(["keep", "template"]),
@@ -109,7 +110,7 @@ async def test_any_conversation_trains_exactly(tmp_path_factory, renderer, lines
     await check(tmp_path_factory.mktemp("any"), renderer, lines, context, length, policy)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(lines=SCRIPTS, context=CONTEXTS, policy=st.sampled_from(["keep", "template"]))
 async def test_any_conversation_trains_exactly_in_a_real_format(tmp_path_factory, lines, context, policy) -> None:
     await check(tmp_path_factory.mktemp("qwen3"), renderer_for("qwen3"), lines, context, 900, policy)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.envs.code import problem_of, row
 from turnwise.envs.code.answers import code_of, program_of
 from turnwise.envs.code.compare import same_output, same_value
@@ -34,7 +35,7 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(PLAIN)
 def test_values_keep_their_kind_and_value_on_the_wire(value: Any) -> None:
     found = decode(json.loads(json.dumps(encode(value))))

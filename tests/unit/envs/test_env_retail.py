@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.toy_renderer import ToyRenderer
 from turnwise.envs import check_env, invoke, make, play_solution, schemas
 from turnwise.envs.retail.changes import CHANGES
@@ -349,7 +350,7 @@ def _call(draw_from, usual):
     return name, arguments[name]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(some_calls())
 def test_no_sequence_of_calls_loses_money_goods_or_history(sequence):
     store = Store(_WORLD)

@@ -20,6 +20,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from support.chat_models import build_model_dir
+from support.warm import WarmPopen
 from turnwise.envs import make
 from turnwise.envs.rewards import RewardModel
 from turnwise.envs.rewards.endpoint import EndpointError
@@ -325,9 +326,7 @@ async def test_a_model_that_is_served_for_this_process_ends_with_it(scalar):
         model, template_ids(folder, [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}])
     )[0]
     running = [
-        subprocess.Popen(  # noqa: ASYNC220 - nothing else runs meanwhile
-            [sys.executable, "-c", code, str(folder), how], stdout=subprocess.PIPE, text=True
-        )
+        WarmPopen([sys.executable, "-c", code, str(folder), how], stdout=subprocess.PIPE, text=True)
         for how in ("end", "hang")
     ]
     for parent, killed in zip(running, (False, True), strict=True):
@@ -379,7 +378,7 @@ async def test_a_server_of_this_process_that_died_is_started_again_for_all_who_a
 
 
 async def test_the_command_serves_and_its_death_is_an_error_and_no_number(scalar):
-    process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs meanwhile
+    process = WarmPopen(
         [sys.executable, "-m", "turnwise", "serve", "--reward", str(scalar[1]), "--port", "0", "threads=1"],
         stderr=subprocess.PIPE,
         text=True,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.envs import ToolEnv, invoke, schemas
 from turnwise.errors import EnvError, TaskError, ToolError
 from turnwise.tasks import Task
@@ -421,7 +422,7 @@ CALLS = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.lists(st.lists(CALLS, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_whatever_is_called_step_answers_it(messages):
     async def main():

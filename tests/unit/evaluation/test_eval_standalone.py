@@ -16,6 +16,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from support.chat_models import build_model_dir
+from support.warm import WarmPopen, started_by
 from turnwise.cli import main
 from turnwise.rollout.writer import read_trajectories
 
@@ -53,7 +54,7 @@ def evaluate(model: Path, out: Path, *more: str) -> int:
 
 
 def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    return {child.pid for child in started_by(psutil.Process())}
 
 
 def test_a_checkpoint_is_served_evaluated_and_audited(
@@ -87,7 +88,7 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
 def serve(model: Path) -> tuple[subprocess.Popen[str], str]:
     """Start ``turnwise serve`` on a free port and wait until it says where."""
     command = [sys.executable, "-m", "turnwise", "serve", str(model), "--port", "0"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    server = WarmPopen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     for line in server.stderr:
         if found := re.search(r"serving .* on 127\.0\.0\.1:(\d+)", line):

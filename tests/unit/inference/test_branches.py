@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import renderer_for
+from support.examples import examples
 from support.toy_renderer import ForgetfulRenderer, ToyRenderer
 from turnwise.errors import InferenceError, RenderError
 from turnwise.inference.gateway.local import LocalGateway
@@ -59,7 +60,7 @@ def plain(message: Message, **changes) -> dict:
 # Echo
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.sampled_from(["", " ", "a", "\n b"]), st.integers(0, 5)), min_size=1, max_size=6

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import renderer_for
+from support.examples import examples
 from support.toy_renderer import ForgetfulRenderer, ToyRenderer
 from support.wild_agents import Wild, lines, plans, policies
 
@@ -28,7 +29,7 @@ async def run(renderer, script, plan, path, cut, policy):
     return await wild.check(), wild.session.metrics()["rewritten_echoes"]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     script=lines(st.integers(0, 220)), plan=plans, cut=cuts, policy=policies,
     renderer=st.sampled_from([ToyRenderer(), ForgetfulRenderer()]),
@@ -61,7 +62,7 @@ def test_what_agents_do_to_a_history_makes_every_fork_often(tmp_path_factory) ->
 
 
 @pytest.mark.parametrize("family", FORMATS)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(script=lines(st.integers(0, 900)), plan=plans, cut=cuts, policy=policies)
 async def test_the_tree_is_what_a_slow_recorder_makes_of_it_in_real_formats(
     tmp_path_factory, family, script, plan, cut, policy

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.tiny_lm import greedy, make_model, save_model
 from turnwise.inference.causal_lm import CausalLM
 from turnwise.inference.engine import Engine
@@ -59,7 +60,7 @@ def check(cache: KVCache, contents: dict[int, np.ndarray]) -> None:
         assert np.array_equal(stored(cache, slot), cache.ids[slot, : cache.cached[slot]].astype(np.float32))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_rows_and_slots_under_random_use(data):  # noqa: C901 - one branch per operation
     longest = data.draw(st.sampled_from([40, 100, 200]), "longest")
@@ -192,7 +193,7 @@ def expected(lm):
     return get
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_requests_all_end_and_say_what_generate_says(lm, expected, data):
     """Any mix of shared prompts, aborts, pauses and updates, in any memory: everything ends, tokens are exact."""

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.inference.sampling import RowParams, sample, seed_key, uniforms
 
 
@@ -129,7 +130,7 @@ def test_frequencies_follow_the_definition(case, vocabulary):
     assert np.abs(error).max() < 5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_any_row_of_a_mixed_batch(data):
     """Each row is sampled by its own parameters, whatever stands beside it; logprobs are before truncation."""
@@ -175,7 +176,7 @@ def test_rows_that_are_not_finite_are_told():
     assert np.isnan(logprobs[0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_what_grammars_allow_is_cut_first_and_leaves_the_logprobs_alone(data):
     rows, vocabulary = 3, 12

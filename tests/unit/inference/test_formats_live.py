@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import FAMILIES, renderer_for
+from support.examples import examples
 from turnwise.errors import RenderError
 from turnwise.inference.formats.core import TurnText
 from turnwise.inference.formats.live import LiveScan, LiveTurn, Said
@@ -74,7 +75,7 @@ def pieces_of(family: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_what_is_shown_begins_what_the_whole_says(family: str, data: st.DataObject) -> None:
     pieces = pieces_of(family)
@@ -93,7 +94,7 @@ def test_what_is_shown_begins_what_the_whole_says(family: str, data: st.DataObje
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_a_stop_string_is_never_shown(family: str, data: st.DataObject) -> None:
     encode = renderer_for(family)._tokens.encode

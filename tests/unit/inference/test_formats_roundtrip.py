@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import FAMILIES, renderer_for
+from support.examples import examples
 from turnwise.errors import RenderError
 from turnwise.inference.canonical import canonical_arguments, canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
@@ -63,7 +64,7 @@ arguments = st.fixed_dictionaries(
         "rows": st.lists(json_value, max_size=3),
     },
 )
-relaxed = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def assistant(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Message:

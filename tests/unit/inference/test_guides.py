@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from support.chat_models import FAMILIES, model_dir, renderer_for
+from support.examples import examples
 from support.guided_walks import CALLS, HELD, SAYING, SCHEMA, TOOLS, WITHOUT_CALLS, check, says, walker
 from turnwise.errors import GuideRefused
 from turnwise.inference.canonical import canonical_messages
@@ -138,7 +139,7 @@ def test_a_limit_of_calls_is_one_of_the_grammar() -> None:
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(wall=TEXTS, before=st.text(alphabet="ab</>\\{}[]\n\"' é日", max_size=10))
 def test_a_text_ends_where_what_follows_it_stands_first(wall: str, before: str) -> None:
     walks = walker("qwen2_5")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import FAMILIES, MAIN, Family, model_dir, renderer_for, write_model_dir
+from support.examples import examples
 from turnwise.errors import RenderError
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.core import Renderer
@@ -83,7 +84,7 @@ def test_a_prompt_is_the_template_s_own(
     assert renderer_for(family).render(canonical_messages(messages), tools).tolist() == wanted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     texts=st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cn"]), max_size=60), min_size=1),
     family=st.sampled_from(["qwen3", "llama3_1", "own", "glm4moe"]),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from support.chat_models import FAMILIES, MAIN, build_tokenizer, model_dir, renderer_for
+from support.examples import examples
 from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.renderer import load_renderer
 from turnwise.inference.tokens import ESCAPE, Tokens
@@ -69,7 +70,7 @@ def test_markup_that_a_demonstration_says_is_text() -> None:
 control = st.sampled_from(["<|im_end|>", "<|im_start|>", "<<|im_end|>|im_end|>", "[|over|]", "\ue000", "\ud800", "a"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(parts=st.lists(control | st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cn"]), max_size=8)))
 def test_escaped_text_decodes_to_itself_without_control_ids(parts: list[str]) -> None:
     tokens = renderer_for("qwen3")._tokens

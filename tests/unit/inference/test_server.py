@@ -416,7 +416,7 @@ async def test_a_killed_server_is_noticed_and_comes_back_with_its_weights(mortal
     spent = await mortal.cpu_seconds()
     await mortal.close()
     await mortal.close()
-    assert await mortal.cpu_seconds() >= spent > 1.0
+    assert await mortal.cpu_seconds() >= spent > 0.1
     assert not psutil.pid_exists(first)
     assert not mortal.died.is_set()
     await client.close()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.behaviours import behave, plans, scripts
+from support.examples import examples
 from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
 from turnwise.errors import BudgetSpent, InferenceError, SessionError
 from turnwise.inference.scripted import ScriptedClient, replay
@@ -335,7 +336,7 @@ async def test_a_written_conversation_replays_as_one_branch() -> None:
 # Properties: whatever an agent does with its history, what is recorded is what the engine saw and sampled.
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(script=scripts(st.integers(0, 220)), plan=plans(), cut=st.integers(1, 30))
 async def test_every_behaviour_is_recorded_exactly(tmp_path_factory, script, plan, cut) -> None:
     renderer = ToyRenderer()

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import Family, model_dir, renderer_for, write_model_dir
+from support.examples import examples
 from support.toy_renderer import ForgetfulRenderer, ToyRenderer
 from support.wild_agents import GIVEN, Wild, lines, policies
 from turnwise.errors import RenderError
@@ -244,7 +245,7 @@ switches = st.lists(
 
 
 @pytest.mark.parametrize("family", ["toy", "qwen3", "gptoss", "glm4moe"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(script=lines(st.integers(0, 220)), plan=switches, policy=policies)
 async def test_agents_that_switch_arguments_leave_the_tree_of_the_slow_recorder(
     tmp_path_factory: pytest.TempPathFactory, family: str, script: Any, plan: Any, policy: Any

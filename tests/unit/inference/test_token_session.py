@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.audited import assert_sound
+from support.examples import examples
 from support.toy_renderer import END, FIRST_CHARACTER, ToyRenderer
 from turnwise.errors import BudgetSpent, InferenceError, SessionError
 from turnwise.inference.ledger import LedgerClient
@@ -257,7 +258,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(MOVES, st.lists(st.integers(0, 6), unique=True, max_size=7))
 @example([("cut", [A]), ("again", [A]), ("back", [A])], [0, 1, 2])
 def test_whatever_is_asked_is_recorded_and_trained_once(moves, keep) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.inference.canonical import Canonical
 from turnwise.inference.nodes import Node, Sampled, ToolsKey, joined
 from turnwise.inference.tree import Tree
@@ -76,7 +77,7 @@ def test_the_ids_of_a_path_are_those_of_its_nodes(parents: list[int]) -> None:
         assert not node.ids.flags.writeable
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(STEPS)
 def test_a_search_that_goes_on_finds_what_a_search_of_everything_finds(
     steps: list[tuple[int, list[str], str, bool, int, bool]],

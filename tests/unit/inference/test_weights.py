@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.tiny_lm import make_model
 from turnwise.errors import FormatError
 from turnwise.inference import wire
@@ -140,7 +141,7 @@ def large() -> list[tuple[str, torch.Tensor]]:
     return [("odd", torch.randn(2500, generator=generator).half()), ("long", torch.randn(3001, generator=generator))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_any_flipped_bit_of_the_data_is_noticed(tmp_path_factory, place, bit):
     home = tmp_path_factory.mktemp("flip")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import FormatError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal import Journal
@@ -134,7 +135,7 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(plan=PLANS)
 def test_a_killed_run_chooses_what_one_that_was_never_killed_chooses(
     tmp_path_factory: pytest.TempPathFactory, plan: Plan

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.replay_sim import Plan, Simulation
 from turnwise.rollout.replay_config import ReplayConfig, RunFacts
 from turnwise.rollout.replay_setup import make_admission, make_strategy
@@ -44,7 +45,7 @@ def run(plan: Plan, home: Path | None = None, **section: object) -> tuple[Simula
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(plan=PLANS)
 def test_bounds_hold_and_nothing_is_lost(name: str, plan: Plan) -> None:
     done, config = run(plan, **SECTIONS[name])
@@ -64,7 +65,7 @@ def test_bounds_hold_and_nothing_is_lost(name: str, plan: Plan) -> None:
         assert "stale" not in done.dropped.values()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(plan=PLANS, bound=st.sampled_from([None, 3]), keep=st.sampled_from([2, 5, 50]))
 def test_after_each_restart_the_stored_groups_are_those_of_the_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, plan: Plan, bound: int | None, keep: int

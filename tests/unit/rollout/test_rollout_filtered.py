@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.rollout.replay import LocalReplayBuffer, facts_of
 from turnwise.rollout.strategies import Arrival, GroupFacts
 from turnwise.rollout.strategies.filtered import Filtered, why_filtered
@@ -57,7 +58,7 @@ def test_what_is_equal() -> None:
     assert why_filtered(facts_of(failed, "g", 0), "reward") == "equal"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4), max_size=8), st.integers(1, 4))
 def test_a_filtered_strategy_takes_what_the_strategy_takes_of_the_rest(rewards: list[list[float]], size: int) -> None:
     ready = [

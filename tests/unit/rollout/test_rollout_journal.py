@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import FormatError, TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal import Journal
@@ -111,7 +112,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
     history: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

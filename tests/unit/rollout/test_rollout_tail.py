@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay import LocalReplayBuffer
 from turnwise.rollout.strategies import Arrival, Bounded, Choice, Flight, GroupFacts
@@ -21,7 +22,7 @@ def first(ready: int):
     return lambda size: Choice(tuple(str(n) for n in range(size)) if ready >= size else None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     times=st.lists(st.floats(0, 50), min_size=1, max_size=12),
     seconds=st.floats(0, 20),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import renderer_for
+from support.examples import examples
 from turnwise import ToolEnv, function_tool
 from turnwise.envs import invoke
 from turnwise.inference.canonical import canonical_messages
@@ -67,7 +68,7 @@ class World(ToolEnv):
         return 0.5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 def test_any_bytes_are_answered_or_final(family, data):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import EnvError, InferenceError, ToolError
 from turnwise.tools import BaseTool, FunctionTool, ToolResponse, ToolRunner, ToolThreads, as_tool, function_tool
 from turnwise.types import ToolCall
@@ -739,7 +740,7 @@ async def failing() -> str:
     raise ValueError("always")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(CALLS, max_size=8))
 def test_any_calls_get_as_many_answers_in_their_order(calls):
     async def main():

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import renderer_for
+from support.examples import examples
 from turnwise import ToolEnv, function_tool
 from turnwise.envs import invoke
 from turnwise.errors import ToolError, ToolSchemaError
@@ -101,7 +102,7 @@ class TestRefusals:
             function_tool("f", max_output=1.5)(lambda: "")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(FAMILIES), TEXTS, LIMITS)
 def test_a_cut_text_keeps_its_limit_when_it_is_encoded_again(family, text, limit):
     count = renderer_for(family).count
@@ -113,7 +114,7 @@ def test_a_cut_text_keeps_its_limit_when_it_is_encoded_again(family, text, limit
         assert found == text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(60, 400), st.sampled_from(["ends", "head", "tail", "middle"]))
 def test_what_may_be_kept_is_kept(amount, keep):
     count = renderer_for("qwen3").count

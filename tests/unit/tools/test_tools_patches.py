@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import ToolError
 from turnwise.tools.edits import inserted, lines_of, replaced
 from turnwise.tools.patches import added, parse_patch, patched
@@ -21,7 +22,7 @@ def diff(old: str, new: str, context: int = 3) -> str:
     return "\n".join(found) + "\n"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(LINES, LINES, st.integers(0, 3))
 def test_a_unified_diff_makes_the_new_text_of_the_old(old: list[str], new: list[str], context: int) -> None:
     old_lines, new_lines = ["first", *old], ["first", *new]
@@ -32,7 +33,7 @@ def test_a_unified_diff_makes_the_new_text_of_the_old(old: list[str], new: list[
     assert patched(change, "\n".join(old_lines) + "\n") == "\n".join(new_lines) + "\n"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(LINES, st.data())
 def test_a_hunk_of_an_envelope_replaces_one_line_by_its_context(lines: list[str], data: st.DataObject) -> None:
     numbered = [f"{number} {line}" for number, line in enumerate([*lines, "end"])]
@@ -44,7 +45,7 @@ def test_a_hunk_of_an_envelope_replaces_one_line_by_its_context(lines: list[str]
     assert patched(change, "\n".join(numbered) + "\n") == "\n".join(wanted) + "\n"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.text(alphabet="ab\n\r", max_size=30), st.text(alphabet="ab\n", min_size=1, max_size=3), st.text(max_size=4))
 def test_a_replacement_is_of_the_only_place(text: str, old: str, new: str) -> None:
     try:

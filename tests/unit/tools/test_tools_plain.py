@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from support.examples import examples
 from turnwise.tools.plain import quick_check
 
 NAMES = ("a", "b", "c")
@@ -69,7 +70,7 @@ SCHEMAS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(SCHEMAS, st.dictionaries(st.sampled_from((*NAMES, "d")), VALUES))
 def test_a_quick_yes_is_the_validators_yes(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
     fits = quick_check(schema)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.tools.random_arguments import random_arguments
 from turnwise.types import ToolSchema
 
@@ -43,7 +44,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_they_fit_the_schema(schema, seed):
     tool = of(value=schema)

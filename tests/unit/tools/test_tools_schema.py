@@ -14,6 +14,7 @@ import typing_extensions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import ToolSchemaError
 from turnwise.tools import as_schema, function_schema, function_tool
 from turnwise.tools.example import example_arguments
@@ -468,7 +469,7 @@ class TestArguments:
             self.convert(fn, {"person": deep})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=4),

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.chat_models import renderer_for
+from support.examples import examples
 from support.schema_values import values_of
 from turnwise.inference.canonical import canonical_messages
 from turnwise.tools import as_schema, function_schema, function_tool
@@ -136,7 +137,7 @@ def signature(hints: list[Hint], optional: list[bool]):
     return scope["fn"], names
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(SIGNATURES, st.data())
 def test_a_schema_that_says_what_the_types_say(drawn, data):
     hints, optional = [each for each, _ in drawn], [left_out for _, left_out in drawn]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import TrainError
 from turnwise.trainer import flex_attention as flex_module
 from turnwise.trainer.attention import _by_paths, packed_attention
@@ -88,7 +89,7 @@ def agree(way: Callable[..., torch.Tensor], reference: Callable[..., torch.Tenso
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(segments=forests())
 def test_each_way_equals_a_dense_mask(segments: Segments) -> None:
     layout = PackedLayout.of(segments, CPU)
@@ -103,7 +104,7 @@ def test_each_way_equals_a_dense_mask(segments: Segments) -> None:
         agree(way, lambda q, k, v: dense(q, k, v, mask, 0.3), given_)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(segments=forests(), window=st.integers(1, 9), cap=st.sampled_from([None, 2.0]), sinks=st.booleans())
 def test_windows_caps_and_sinks_follow_the_path(
     segments: Segments, window: int, cap: float | None, sinks: bool
@@ -131,7 +132,7 @@ def test_flex_attention_follows_the_path(window: int | None, cap: float | None, 
     torch.testing.assert_close(got, dense(*given_, mask, 0.3, cap, sink), atol=2e-5, rtol=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(segments=forests(), window=st.sampled_from([None, 3]))
 def test_no_block_that_anybody_sees_is_left_out(segments: Segments, window: int | None) -> None:
     """Blocks of 4 instead of 128: seen blocks are all there, and those without a mask are seen as a whole."""

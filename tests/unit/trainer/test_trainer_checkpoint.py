@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.warm import run_command
 from turnwise.errors import CheckpointError
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, load_state, restore_rng
 from turnwise.trainer.checkpoint_config import BestConfig
@@ -160,7 +160,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: 
     """The process really dies by SIGKILL, once in each part of saving a step over itself."""
     store = CheckpointStore(tmp_path, keep=1)
     store.save(TrainerState(4), lambda directory: (directory / "model.safetensors").write_text("first") and None)
-    result = subprocess.run(
+    result = run_command(
         [sys.executable, "-c", textwrap.dedent(_KILLED), moment, str(tmp_path)],
         capture_output=True,
         text=True,
@@ -202,7 +202,7 @@ _KILLED_WHILE_REMOVING = """
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(tmp_path: Path) -> None:
-    result = subprocess.run(
+    result = run_command(
         [sys.executable, "-c", textwrap.dedent(_KILLED_WHILE_REMOVING), str(tmp_path)],
         capture_output=True,
         text=True,

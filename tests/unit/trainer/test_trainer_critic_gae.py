@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.examples import examples
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.gae import critic_gae
 from turnwise.trainer.batch.value_targets import token_rewards
@@ -88,7 +89,7 @@ def test_whitening_is_over_all_tokens_of_the_batch_and_unbiased() -> None:
     assert critic_gae([], [], [], []) == []
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(0, 1), st.data())
 def test_at_lam_1_returns_are_discounted_sums_whatever_the_critic_says(
     rewards: list[float], gamma: float, data: st.DataObject

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 
 from support.lookup_run import environment
 from support.tiny_lm import make_model, save_model
+from support.warm import run_command
 from turnwise.cli.app import app
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
@@ -157,7 +157,7 @@ _FULL_DISK = """
 def test_a_full_disk_is_one_error_and_leaves_the_checkpoint_before(tmp_path: Path, base: Path) -> None:
     """The process really cannot write further; the libraries that write each have an error of their own for it."""
     program = [sys.executable, "-c", textwrap.dedent(_FULL_DISK), str(base), str(tmp_path / "checkpoints")]
-    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, **environment()}, check=False)
+    done = run_command(program, capture_output=True, text=True, env={**os.environ, **environment()}, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step_000002 cannot be written: ") == 2
     assert done.stdout.count("the ones before are untouched: make room") == 2

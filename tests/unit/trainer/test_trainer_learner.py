@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
@@ -39,7 +40,7 @@ def gradients(learner: TorchLearner) -> list[torch.Tensor]:
     return found
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(3, 20), min_size=2, max_size=8),
     budgets=st.tuples(st.integers(1, 30), st.integers(31, 200)),

@@ -12,6 +12,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.errors import TrainError
 from turnwise.trainer import policy as policy_module
 from turnwise.trainer.packing import TrainRow, pack
@@ -71,7 +72,7 @@ def test_logprobs_entropy_and_gradients_equal_the_plain_forward(
     assert compared == sum(1 for g in gradients.values() if g is not None) > 10
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=8), budget=st.integers(1, 80))
 def test_packing_never_changes_what_is_computed(
     model_dir: Callable[..., Path], row: Row, lengths: list[int], budget: int

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.warm import WarmPopen
 from turnwise.errors import CheckpointError, ConfigError, FormatError, TrainError
 from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
 from turnwise.trainer.config import TrainConfig
@@ -36,7 +37,7 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
         "    print('in', flush=True); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", holder, str(home.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with WarmPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"in\n"
         with (

@@ -14,6 +14,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from turnwise.trainer import prefix_tree
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses import LossSums
@@ -27,7 +28,7 @@ from turnwise.trainer.update import update_policy
 from turnwise.trajectory import TrainSample
 
 Ids = list[int]
-SMALL = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SMALL = settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 OBJECTIVE = PolicyObjective.of(AlgorithmConfig(entropy_coef=0.05))
 
 
@@ -194,7 +195,7 @@ def test_gradient_checkpointing_with_shared_prefixes(model_dir: Callable[..., Pa
 
 
 @given(ids=ids_of_rows(most=12), budget=st.integers(1, 80), shortest=st.sampled_from([1, 2, 4]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_every_row_is_a_path(ids: list[Ids], budget: int, shortest: int) -> None:
     rows = [np.asarray(each, np.int32) for each in ids]
     tree = PrefixTree.of(rows, shortest)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.examples import examples
 from turnwise.trainer.vocabulary import LogitTransform, score_states, tile_columns
 
 PLAIN = LogitTransform()
@@ -112,7 +113,7 @@ def test_gradients_are_those_of_finite_differences(transform: LogitTransform, co
     assert torch.autograd.gradcheck(scored, (states, head.weight, head.bias))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     tokens=st.integers(1, 9),
     vocabulary=st.integers(1, 40),
@@ -259,7 +260,7 @@ def test_hooks_on_the_head_are_called() -> None:
 
 
 @given(st.integers(0, 50), st.integers(1, 100), st.integers(0, 5000))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_tiles_are_equal_and_as_few_as_fit(tokens: int, vocabulary: int, tile_bytes: int) -> None:
     columns = tile_columns(tokens, vocabulary, tile_bytes)
     assert 1 <= columns <= vocabulary

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.warm import run_command
 from turnwise.errors import InferenceError
 from turnwise.inference.core import Replica, WeightManifest
 from turnwise.inference.weights import read_weights
@@ -105,7 +105,7 @@ def test_what_a_killed_process_left_is_removed(writer: SharedMemoryWriter) -> No
         "import os; from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter as W;"
         "w = W(); (w.directory / 'x').write_text('x'); print(w.directory, flush=True); os.kill(os.getpid(), 9)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     orphan = Path(result.stdout.strip())
     assert (orphan / "x").exists(), result.stderr
     other = SharedMemoryWriter()

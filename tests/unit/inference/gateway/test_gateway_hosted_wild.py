@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.toy_renderer import ToyRenderer
 from support.wild_agents import Wild, lines, plans
 from turnwise.inference.gateway.hosted_session import TextSession
@@ -35,7 +36,7 @@ class Twofold(Wild):
         return said
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     script=lines(st.integers(100, 220)),
     plan=plans,

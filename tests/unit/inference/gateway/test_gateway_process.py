@@ -24,6 +24,7 @@ import uvicorn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from support.chat_models import build_model_dir, model_dir
+from support.warm import WarmPopen, started_by
 from turnwise.cli import main
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError
@@ -78,7 +79,7 @@ async def post(http: aiohttp.ClientSession, path: str, body: Any, headers: dict[
 
 
 def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    return {child.pid for child in started_by(psutil.Process())}
 
 
 def audit(folder: Path) -> int:
@@ -130,14 +131,12 @@ def running(
         for name, each in words.items():
             command = [sys.executable, "-m", *each]
             kept = lifeline[:1] if name == "parent" else ()
-            started[name] = subprocess.Popen(
-                command, pass_fds=kept, stderr=subprocess.PIPE, start_new_session=True, text=True
-            )
+            started[name] = WarmPopen(command, pass_fds=kept, stderr=subprocess.PIPE, start_new_session=True, text=True)
         for name, process in started.items():
             assert process.stderr is not None
             serving = (re.search(r"serving the gateway of .* on (127\.0\.0\.1:\d+)", line) for line in process.stderr)
             address = next(filter(None, serving)).group(1)
-            servers = psutil.Process(process.pid).children(recursive=True)
+            servers = started_by(psutil.Process(process.pid))
             found[name] = Running(process, outs[name], f"http://{address}", servers)
         yield found
     finally:
