@@ -194,7 +194,7 @@ async def test_a_server_that_dies_while_it_gets_weights_gets_them_again(lookup_m
 @pytest.mark.long
 async def test_weights_that_no_step_changed_are_not_sent(lookup_model: Path, tmp_path: Path) -> None:
     """They are served as the new version, by a server that is started again, too."""
-    config = train_config(lookup_model, tmp_path, steps=1)
+    config = train_config(lookup_model, tmp_path, steps=1, inference={"max_restarts": 2})
     async with open_run(config, tmp_path / "run", silent()) as run:
         run.torn = True  # the weights of this test are no step's
         [replica], client = run.fleet.replicas, run.fleet.client

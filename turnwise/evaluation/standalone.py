@@ -31,8 +31,9 @@ from turnwise.inference.gateway.hosted_endpoint import Endpoint
 from turnwise.inference.gateway.hosted_renderer import TextRenderer
 from turnwise.inference.ledger import Book, LedgerClient
 from turnwise.rollout.core import RolloutParts
-from turnwise.rollout.managers import check_manager, create_manager
+from turnwise.rollout.managers import Rollouts, check_manager, create_manager
 from turnwise.rollout.writer import TrajectoryWriter
+from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory
 
 
@@ -148,22 +149,26 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         )
         producer = await create_manager(config.rollout, client, None, parts)
         stack.push_async_callback(producer.close)
-        with progress.shown(console):
-            try:
-                result = await evaluate(producer, config, tasks=loaded.tasks, on_group=progress.arrived)
-            except asyncio.CancelledError:
-                # Ctrl-C cancels this task. What is closed from here on is awaited as usual.
-                if (task := asyncio.current_task()) is not None:
-                    task.uncancel()
-                result = progress.partial()
-        result = replace(
-            result,
-            left_out=sum(report.dropped.total() for report in loaded.reports),
-            max_tokens_per_turn=config.rollout.max_tokens_per_turn,
-        )
+        result = await _watched(producer, config, loaded.tasks, progress, console)
+        result = replace(result, left_out=sum(report.dropped.total() for report in loaded.reports))
         # Before anything is closed: a second interrupt does not lose it.
         result.write(folder)
         return result
+
+
+async def _watched(
+    producer: Rollouts, config: EvalConfig, tasks: list[Task], progress: EvalProgress, console: Console
+) -> EvalResult:
+    """Evaluate, and return the figures; where that is interrupted, those of the episodes that have ended."""
+    with progress.shown(console):
+        try:
+            result = await evaluate(producer, config, tasks=tasks, on_group=progress.arrived)
+        except asyncio.CancelledError:
+            # Ctrl-C cancels this task. What is closed from here on is awaited as usual.
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            result = progress.partial()
+    return replace(result, max_tokens_per_turn=config.rollout.max_tokens_per_turn)
 
 
 async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Model:
