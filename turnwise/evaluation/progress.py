@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Task as ProgressTask
 from rich.text import Text
 
 from turnwise.evaluation.config import EvalPlan
@@ -163,7 +164,7 @@ class _TimeLeft(ProgressColumn):
         super().__init__()
         self._progress = progress
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: ProgressTask) -> Text:
         """Return the text of the column."""
         del task
         left = self._progress.time_left
