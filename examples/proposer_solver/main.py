@@ -2,7 +2,7 @@
 
 The steps are those of every job on a small model: demonstrations (half of the answers are wrong), a warm start on them
 (``sft.yaml``), and training (``train.yaml``). ``env.py`` is the world that both roles share. To let another model
-propose, name it in ``rollout.frozen`` and give it the role: see docs/several-agents.md.
+propose, name it in ``rollout.frozen`` and give it the role: see docs/agents.md.
 
 ``--smoke`` does all of it with next to no training, in seconds.
 """

@@ -29,7 +29,7 @@ METRICS: dict[str, str] = {
     "rollout/turns_by_role/*": "model calls per trajectory of one role",
     "rollout/sampled_tokens": "sampled tokens per trajectory",
     "rollout/forks": "forks per trajectory",
-    "context/*": "what agents did about their context, per trajectory: docs/context.md",
+    "context/*": "what agents did about their context, per trajectory: docs/agents.md",
     "batch/groups": "groups compared (sessions of different roles count apart, see rollout.compare)",
     "batch/dead_groups": "groups without differences, or of one member: they teach nothing",
     "batch/trajectories": "trajectories without an error",
