@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 from support.pages import DOCS, ROOT, anchors, blocks, links, section
+from turnwise.cli.app import app
 from turnwise.trainer.config import TrainConfig
 
 PAGES = [
@@ -76,3 +80,15 @@ def test_the_first_configuration_and_environment_are_those_that_run() -> None:
     assert TrainConfig.model_validate(yaml.safe_load(configuration)).rollout.group_size == 8
     [environment] = blocks(section("quickstart.md", "Write an environment"), "python")
     assert environment == (ROOT / "examples" / "hello" / "env.py").read_text(encoding="utf-8")
+
+
+def test_every_command_has_its_row() -> None:
+    rows = re.findall(r"^\| `turnwise ([\w-]+)", section("configuration.md", "Commands"), re.MULTILINE)
+    assert set(rows) == set(get_command(app).commands)
+
+
+def test_every_extra_has_its_row() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rows = re.findall(r"^\| (`[^|]*`) \|", section("quickstart.md", "Install"), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    assert named == set(project["optional-dependencies"]) - {"dev", "bench"}
