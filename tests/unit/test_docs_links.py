@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 from typer.main import get_command
 
 from support.pages import DOCS, ROOT, anchors, blocks, links, section
@@ -92,3 +95,29 @@ def test_every_extra_has_its_row() -> None:
     rows = re.findall(r"^\| (`[^|]*`) \|", section("quickstart.md", "Install"), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
     assert named == set(project["optional-dependencies"]) - {"dev", "bench"}
+
+
+def test_the_keys_of_the_configuration_page_are_keys() -> None:
+    table = section("configuration.md", "Sections and keys")
+    keys = [
+        key for row in re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(keys) > 30
+    # The policy's name is the run's to choose.
+    assert [key for key in keys if not is_key(TrainConfig, key.replace("policies.main", "policies").split("."))] == []
+
+
+def is_key(model: type[BaseModel], path: list[str]) -> bool:
+    """Whether a path of keys leads through the sections below a model."""
+    field = model.model_fields.get(path[0])
+    if field is None or len(path) == 1:
+        return field is not None
+    return any(is_key(each, path[1:]) for each in models_in(field.annotation))
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models that a type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
