@@ -1,4 +1,4 @@
-"""Plays a few episodes of a program with a model from a script: what the examples of black boxes do under ``--smoke``.
+"""Evaluates a program as an agent, or under ``--smoke`` plays a few of its episodes with a scripted model.
 
 Everything is real (the program, the gateway, the tools, the recorder) but the model, whose lines are written below.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from turnwise import Message, RolloutConfig, ScriptedClient, Task, to_samples
+from turnwise import EvalConfig, Message, RolloutConfig, ScriptedClient, Task, load_config, run_eval, to_samples
 from turnwise.inference.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
@@ -40,6 +40,18 @@ def renderer_in(folder: Path) -> TemplateRenderer:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": special[0]}))
     shutil.copy(HERE.parent / "small_model" / "chat_template.jinja", folder)
     return load_renderer(folder)
+
+
+def evaluate_or_smoke(config: Path, recipe: str, program: str, says: Says) -> int:
+    """Evaluate a program on the tasks of ``repair.py`` as the command line says, or play two with a scripted model."""
+    if "--smoke" not in sys.argv:
+        run_eval(load_config(EvalConfig, config, sys.argv[1:]))
+        return 0
+    from repair import tasks
+
+    where = installed(program) or str(HERE / "stand_in.sh")
+    agent = {"name": "blackbox", "config": {"recipe": recipe, "max_concurrent": 4, "program": where}}
+    return asyncio.run(play(agent, f"{HERE / 'repair.py'}:RepairEnv", says, list(tasks(2))))
 
 
 async def play(agent: dict[str, Any], env: str, says: Says, tasks: list[Task], seed: int = 7) -> int:

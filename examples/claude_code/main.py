@@ -1,52 +1,35 @@
-"""Claude Code as a black box: it repairs small programs, four at a time, and every token it samples is recorded.
+"""Claude Code as an agent: it repairs small programs, four at a time, and every token it samples is recorded.
 
     python examples/claude_code/main.py model=/models/Qwen3-8B            # serve a model and evaluate it
     python examples/claude_code/main.py model=... url=http://host:8000    # or ask a server
 
-``--smoke`` plays two tasks with a model from a script. Where Claude Code is not installed, a program that does the
-least of what it does plays its part, and that is said.
+``--smoke`` plays two tasks with a scripted model. Where Claude Code is not installed, a minimal stand-in runs in its
+place and says so.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
+from turnwise import Message, ToolCall
+
 HERE = Path(__file__).parent
-BOXES = HERE.parent / "black_boxes"
-ENV = f"{BOXES / 'repair.py'}:RepairEnv"
 
 
 def main() -> int:
-    sys.path.insert(0, str(BOXES))
-    if "--smoke" in sys.argv:
-        return smoke()
-    from turnwise import EvalConfig, load_config, run_eval
+    sys.path.insert(0, str(HERE.parent / "black_boxes"))
+    from smoke import evaluate_or_smoke
 
-    run_eval(load_config(EvalConfig, HERE / "eval.yaml", sys.argv[1:]))
-    return 0
+    return evaluate_or_smoke(HERE / "eval.yaml", "claude_code", "claude", says)
 
 
-def smoke() -> int:
-    from repair import tasks
-    from smoke import installed, play
-
-    from turnwise import Message, ToolCall
-
-    program = installed("claude")
-    agent = {"name": "blackbox", "config": {"recipe": "claude_code", "max_concurrent": 4, "program": program}}
-    if program is None:
-        agent["config"]["program"] = str(BOXES / "stand_in.sh")
-
-    def says(turn: int, _: str) -> Message:
-        lines = ["cat calc.py", "sed -i 's/a - b/a + b/' calc.py && python3 calc.py"]
-        if turn >= len(lines):
-            return {"role": "assistant", "content": "It prints the sum now."}
-        call = ToolCall("", "Bash", {"command": lines[turn]})
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-    return asyncio.run(play(agent, ENV, says, list(tasks(2))))
+def says(turn: int, _: str) -> Message:
+    lines = ["cat calc.py", "sed -i 's/a - b/a + b/' calc.py && python3 calc.py"]
+    if turn >= len(lines):
+        return {"role": "assistant", "content": "It prints the sum now."}
+    call = ToolCall("", "Bash", {"command": lines[turn]})
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 if __name__ == "__main__":

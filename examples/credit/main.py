@@ -11,16 +11,15 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnwise.trainer.train import TrainSummary
 
 HERE = Path(__file__).parent
-SMOKE = [
-    "steps=1", "batch.groups=2", "rollout.group_size=4", "eval.limit=4", "eval.samples=1", "checkpoint.every=1",
-]  # fmt: skip
 
 
 async def piles(count: int, seed: int) -> list[dict[str, Any]]:
@@ -51,44 +50,17 @@ async def piles(count: int, seed: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", help="name of the run; its directory is runs/NAME (default: credit-seedSEED)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--warm", type=Path, help="a run whose warm start is taken; by default it is made")
-    parser.add_argument("--smoke", action="store_true", help="next to no training")
-    parser.add_argument("overrides", nargs="*", help="key=value for train.yaml, such as steps=30")
-    arguments = parser.parse_args()
+    from job import Job, run
 
-    from job import Job, warm_start
-    from rich.console import Console
+    return run(Job("mail", HERE, piles, count=1000, width=64, layers=2, run_name="credit", report=report), __doc__)
 
-    from turnwise.config import load_config
-    from turnwise.errors import TurnwiseError
-    from turnwise.trainer.config import TrainConfig
-    from turnwise.trainer.train import run_train
 
-    console = Console(stderr=True)
-    name = arguments.name or f"credit-seed{arguments.seed}"
-    job = Job("mail", HERE, piles, count=40 if arguments.smoke else 1000, width=64, layers=2)
-    warm = ["steps=5", "conversations=8"] if arguments.smoke else []
-    try:
-        model = warm_start(job, arguments.warm or arguments.runs / name, arguments.seed, console, warm)
-        given = [
-            f"name={name}", f"runs={arguments.runs.absolute()}", f"seed={arguments.seed}",
-            f"policies.main.model.path={model.absolute()}", *(SMOKE if arguments.smoke else []), *arguments.overrides,
-        ]  # fmt: skip
-        summary = run_train(load_config(TrainConfig, HERE / "train.yaml", given), console=console)
-    except TurnwiseError as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
-        return 1
-    print("\nheld-out piles       before    after")
-    for kind in ("sampled", "greedy"):
-        found = [(part or {}).get(kind) for part in (summary.before, summary.after)]
-        if all(found):
-            print(f"filed, {kind:<12}" + " ".join(f"{part['reward']['mean']:8.3f}" for part in found if part))
-    print(f"{summary.wall_s:.0f} s wall, {summary.cpu_s:.0f} CPU seconds; everything is in {summary.directory}")
-    return 0
+def report(summary: TrainSummary) -> None:
+    """Print how many letters were filed right, before and after."""
+    from job import print_before_after, print_cost
+
+    print_before_after(summary, "reward", "held-out piles", label="filed")
+    print_cost(summary)
 
 
 if __name__ == "__main__":

@@ -28,16 +28,13 @@ def main() -> int:
     from job import Job, run
     from teacher import demonstrations
 
-    # Before what the command line says, which may say something else.
-    ours = [
+    ours = (
         "rollout.agent.name=langgraph",
         f"rollout.agent.config.graph={GRAPH}",
         "rollout.max_turns=8",
         "steps=24",
-    ]
-    theirs = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
-    sys.argv = [argument for argument in sys.argv if argument not in theirs] + ours + theirs
-    return run(Job("lookup", LOOKUP, demonstrations, count=4480), __doc__)
+    )
+    return run(Job("lookup", LOOKUP, demonstrations, count=4480, overrides=ours), __doc__)
 
 
 async def smoke() -> int:

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SMOKE = ["steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1", "checkpoint.every=1"]
 
 
 def main() -> int:
@@ -23,13 +22,7 @@ def main() -> int:
     from job import Job, run
     from teacher import demonstrations
 
-    smoke = "--smoke" in sys.argv
-    if smoke:
-        sys.argv.remove("--smoke")
-        sys.argv += SMOKE
-    warm = ("steps=2", "conversations=4", "schedule.warmup_steps=0") if smoke else ()
-    job = Job("trail", HERE, demonstrations, count=40 if smoke else 5120, width=64, layers=2, warm=warm)
-    return run(job, __doc__)
+    return run(Job("trail", HERE, demonstrations, count=5120, width=64, layers=2), __doc__)
 
 
 if __name__ == "__main__":

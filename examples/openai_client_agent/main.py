@@ -31,8 +31,8 @@ def main() -> int:
     from job import Job, run
     from teacher import demonstrations
 
-    sys.argv += [f"rollout.agent={json.dumps(AGENT)}", "rollout.concurrency=24"]
-    return run(Job("lookup", LOOKUP, demonstrations, count=4480), __doc__)
+    ours = (f"rollout.agent={json.dumps(AGENT)}", "rollout.concurrency=24")
+    return run(Job("lookup", LOOKUP, demonstrations, count=4480, overrides=ours), __doc__)
 
 
 def smoke() -> int:

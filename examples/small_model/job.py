@@ -6,7 +6,7 @@
 3. ``turnwise train`` trains it with GRPO against the built-in inference server (its ``train.yaml``), and evaluates it
    on held-out tasks before and after.
 
-Run it again after an interrupt and it goes on where it stopped.
+The same command resumes after an interrupt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run_directory import cpu_seconds
 from turnwise.trainer.train import TrainSummary, run_train
 
+SMOKE_DEMONSTRATIONS = 40
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -43,9 +45,14 @@ class Job:
         count: How many the warm start sees.
         width: Of the model.
         layers: Of the model.
-        warm: key=value for ``sft.yaml``.
+        run_name: The beginning of the run's name; by default the environment's.
+        overrides: key=value for ``train.yaml``, below those of the command line.
         env: How ``turnwise eval`` finds the environment, and its tasks in the same file; by default by its name.
         words: A regular expression of what is data besides: the tokenizer merges nothing into it.
+        smoke: key=value for ``train.yaml`` under ``--smoke``.
+        smoke_warm: key=value for ``sft.yaml`` under ``--smoke``.
+        report: Prints what a finished run reached; by default :func:`report_success`, of which the warm start's time
+            is part.
     """
 
     name: str
@@ -54,37 +61,61 @@ class Job:
     count: int
     width: int = 128
     layers: int = 4
-    warm: tuple[str, ...] = ()
+    run_name: str | None = None
+    overrides: tuple[str, ...] = ()
     env: str | None = None
     words: str | None = None
+    smoke: tuple[str, ...] = (
+        "steps=1", "batch.groups=2", "rollout.group_size=4", "eval.limit=4", "eval.samples=1", "checkpoint.every=1",
+    )  # fmt: skip
+    smoke_warm: tuple[str, ...] = ("steps=5", "conversations=8")
+    report: Callable[[TrainSummary], None] | None = None
 
 
 def run(job: Job, description: str | None) -> int:
     """Do the job as the command line says; return the exit code."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return train(job, command_line(job, new_parser(description)).parse_intermixed_args())
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows the description as it is."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def command_line(job: Job, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options that every job has, and return the parser; an example may have added arguments before."""
+    default = f"{job.run_name or job.name}-seedSEED"
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", help=f"name of the run; its directory is runs/NAME (default: {job.name}-seedSEED)")
+    parser.add_argument("--name", help=f"name of the run; its directory is runs/NAME (default: {default})")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--warm", type=Path, help="a run whose warm start is taken; by default it is made")
     parser.add_argument("--fresh", action="store_true", help="remove an earlier run of this name first")
+    parser.add_argument("--smoke", action="store_true", help="next to no training, in seconds")
     parser.add_argument(
         "--also", action="append", default=[], metavar="FILE", help="a file over train.yaml, beside it or by its path"
     )
     parser.add_argument("overrides", nargs="*", help="key=value for train.yaml, such as steps=60")
-    arguments = parser.parse_args()
+    return parser
+
+
+def train(job: Job, arguments: argparse.Namespace) -> int:
+    """Warm the model up, train it and report; return the exit code."""
     started = time.monotonic()
     console = Console(stderr=True)
-    name = arguments.name or f"{job.name}-seed{arguments.seed}"
+    name = arguments.name or f"{job.run_name or job.name}-seed{arguments.seed}"
     directory = arguments.runs / name
     if arguments.fresh and directory.exists():
         shutil.rmtree(directory)
     try:
-        model = warm_start(job, directory, arguments.seed, console, job.warm)
+        model = warm_start(job, arguments.warm or directory, arguments.seed, console, smoke=arguments.smoke)
         files = [job.home / file for file in ("train.yaml", *arguments.also)]
         overrides = [
             f"name={name}",
             f"runs={arguments.runs.absolute()}",
             f"seed={arguments.seed}",
             f"policies.main.model.path={model.absolute()}",
+            *job.overrides,
+            *(job.smoke if arguments.smoke else ()),
             *arguments.overrides,
         ]
         summary = run_train(load_config(TrainConfig, files, overrides), console=console)
@@ -92,20 +123,20 @@ def run(job: Job, description: str | None) -> int:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 1
     except KeyboardInterrupt:
-        # How far it got was printed; the same command goes on from there.
+        # How far it got was printed; the same command resumes from there.
         return 130
+    if job.report is not None:
+        job.report(summary)
+        return 0
     # The warm start is part of the job: its time counts.
     summary.wall_s, summary.cpu_s = time.monotonic() - started, cpu_seconds()
     summary.write()
-    report(job, summary)
+    report_success(job, summary)
     return 0
 
 
-def warm_start(job: Job, directory: Path, seed: int, console: Console, given: Sequence[str] = ()) -> Path:
-    """Make demonstrations, tokenizer and model, and fine-tune; skipped where the result lies there already.
-
-    ``given`` are further overrides of ``sft.yaml``.
-    """
+def warm_start(job: Job, directory: Path, seed: int, console: Console, *, smoke: bool = False) -> Path:
+    """Make demonstrations, tokenizer and model, and fine-tune; skipped where the result exists already."""
     # torch and transformers are imported here, after the arguments were understood.
     from make_model import make_model
 
@@ -114,7 +145,7 @@ def warm_start(job: Job, directory: Path, seed: int, console: Console, given: Se
         return warm
 
     async def rows_of() -> list[dict[str, Any]]:
-        return await job.demonstrations(job.count, seed)
+        return await job.demonstrations(SMOKE_DEMONSTRATIONS if smoke else job.count, seed)
 
     rows = asyncio.run(rows_of())
     data = directory / "demonstrations.jsonl"
@@ -128,17 +159,14 @@ def warm_start(job: Job, directory: Path, seed: int, console: Console, given: Se
         f"seed={seed}",
         f"data={data.absolute()}",
         f"model.path={(directory / 'initial').absolute()}",
-        *given,
+        *(job.smoke_warm if smoke else ()),
     ]
     return run_sft(load_config(SFTConfig, job.home / "sft.yaml", overrides), console=console).model
 
 
-def report(job: Job, summary: TrainSummary) -> None:
+def report_success(job: Job, summary: TrainSummary) -> None:
     """Print before and after, what it cost, and what to try next."""
-    print("\nheld-out tasks       before    after")
-    for kind in ("sampled", "greedy"):
-        before, after = ((part or {})[kind]["success"]["mean"] for part in (summary.before, summary.after))
-        print(f"success, {kind:<10} {before:8.3f} {after:8.3f}")
+    print_before_after(summary, "success", "held-out tasks")
     print(f"{summary.wall_s:.0f} s wall, {summary.cpu_s:.0f} CPU seconds over all processes")
     run_directory = summary.directory
     last = max(path.name for path in (run_directory / "checkpoints").iterdir())
@@ -148,3 +176,18 @@ def report(job: Job, summary: TrainSummary) -> None:
     print(f"  turnwise view {run_directory} -n 2              read what the model did, turn by turn")
     print(f"  turnwise audit {run_directory}                  prove that every token was recorded and trained exactly")
     print(f"  turnwise eval {env} --model {run_directory}/checkpoints/{last} --tasks '{tasks}'")
+
+
+def print_before_after(summary: TrainSummary, figure: str, title: str, label: str | None = None) -> None:
+    """Print the mean of a figure (``success``, ``reward``) before and after, sampled and greedy."""
+    print(f"\n{title:<18}   before    after")
+    for kind in ("sampled", "greedy"):
+        found = [(part or {}).get(kind) for part in (summary.before, summary.after)]
+        if all(found):
+            means = " ".join(f"{part[figure]['mean']:8.3f}" for part in found if part)
+            print(f"{f'{label or figure}, {kind}':<20}{means}")
+
+
+def print_cost(summary: TrainSummary) -> None:
+    """Print what the training cost, without the warm start, and where its files are."""
+    print(f"{summary.wall_s:.0f} s wall, {summary.cpu_s:.0f} CPU seconds; everything is in {summary.directory}")

@@ -24,7 +24,7 @@ from turnwise.trainer.audit import audit_run
 from turnwise.trainer.train import run_train
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
-DOCS = Path(__file__).parents[2] / "docs" / "replay.md"
+DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 class UserCustomReplayBuffer(LocalReplayBuffer):

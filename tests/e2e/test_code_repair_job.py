@@ -1,4 +1,4 @@
-"""A model from nothing learns to repair code in sandboxes: the example, cut short (whole: docs/code-agents.md)."""
+"""A model from nothing learns to repair code in sandboxes: the example, cut short (whole: its README.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credit per turn learns sooner than one outcome for all turns, from as many episodes (three seeds: docs/credit.md)."""
+"""Credit per turn learns sooner than one outcome for all turns, from as many episodes (see docs/algorithms.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/black-boxes.md says what there is: every key, placeholder and recipe, and code that runs."""
+"""docs/external-agents.md, programs as agents: every key, placeholder and recipe, and code that runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from support.pages import blocks, section
 from turnwise.agents.blackbox import Recipe
 from turnwise.agents.blackbox.config import BlackBoxConfig, settled
 from turnwise.agents.blackbox.places import PLACEHOLDERS
 from turnwise.agents.blackbox.recipes import recipe_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "black-boxes.md").read_text()
+PAGE = section("external-agents.md", "Programs as agents")
 
 
 def rows(header: str) -> list[str]:
@@ -30,7 +31,7 @@ def test_every_key_placeholder_and_recipe_is_there() -> None:
 
 
 def test_the_recipe_of_ones_own_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = blocks(PAGE, "python")
     found: dict[str, Any] = {}
     exec(code, found)
     assert isinstance(found["MINE"], Recipe)

@@ -1,14 +1,14 @@
-"""docs/code-agents.md: its environment runs, and its tables are those of the tools."""
+"""docs/tools.md, sandbox tools: the environment runs, and the tables are those of the tools."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from support.boxes import called, some_boxes
+from support.pages import blocks, section
 from turnwise.envs.core import invoke
 from turnwise.tools.apply_patch import ApplyPatchConfig
 from turnwise.tools.config import ToolsConfig
@@ -17,7 +17,7 @@ from turnwise.tools.python import PythonConfig
 from turnwise.tools.registry import SHIPPED
 from turnwise.tools.shell import ShellConfig
 
-TEXT = (Path(__file__).parents[2] / "docs" / "code-agents.md").read_text()
+TEXT = section("tools.md", "Sandbox tools")
 CONFIGS: dict[str, Any] = {
     "shell": ShellConfig,
     "python": PythonConfig,
@@ -43,10 +43,10 @@ def test_the_tables_name_the_tools_and_their_keys() -> None:
 
 
 async def test_the_environment_runs_with_the_tools_of_its_configuration() -> None:
-    [block] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    [block] = blocks(TEXT, "python")
     names: dict[str, Any] = {"__name__": "docs_code_agents"}
-    exec(compile(block, "docs/code-agents.md", "exec"), names)
-    first = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)[0])
+    exec(compile(block, "docs/tools.md", "exec"), names)
+    first = yaml.safe_load(blocks(TEXT, "yaml")[0])
     assert [str(each) for each in ToolsConfig.model_validate(first["env"]["tools"]).named][::2] == ["shell", "submit"]
     async with some_boxes() as manager:
         env = names["Workshop"]()

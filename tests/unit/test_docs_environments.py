@@ -1,20 +1,20 @@
-"""docs/environments.md says what is there: settings and their defaults, scores, and task sources that load."""
+"""docs/environment-library.md says what is there: settings and their defaults, scores, and task sources that load."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import yaml
 
+from support.pages import page
 from turnwise.envs.guess_number import GuessNumberEnv
 from turnwise.envs.registration import env_class
 from turnwise.tasks import SourceConfig, iter_tasks
 
-TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+TEXT = page("environment-library.md")
 SECTIONS = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 
 

@@ -48,7 +48,7 @@ def test_the_keys_that_it_names_are_there() -> None:
 
 
 def test_it_names_every_setting_of_a_session() -> None:
-    (listed,) = re.findall(r"settings of its own: (.*?)\. Each means", TEXT, re.DOTALL)
+    (listed,) = re.findall(r"its own settings: (.*?)\. Each means", " ".join(TEXT.split()))
     assert set(re.findall(r"`(\w+)`", listed)) == SETTINGS
     # Each means what the gateway's key means.
     assert set(GatewayConfig.model_fields) >= SETTINGS

@@ -1,26 +1,25 @@
-"""docs/hooks.md and docs/curriculum.md: every hook is there, the code runs, numbers are the defaults."""
+"""Hooks, dynamic filtering and the curriculum: every hook is on its page, the code runs, numbers are the defaults."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import yaml
 
 import turnwise
+from support.pages import blocks, section
 from turnwise.rollout.replay_config import ReplayConfig
 from turnwise.tasks.curriculum import CurriculumConfig
 from turnwise.trainer.hooks import CALLS
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "hooks.md").read_text(encoding="utf-8")
+PAGE = section("extending.md", "Hooks")
 
 
 def test_every_hook_and_attribute_is_on_the_page_and_its_code_runs() -> None:
     rows = re.findall(r"^\| `(?:self\.)?(\w+)[`(]", PAGE, re.MULTILINE)
     attributes = set(turnwise.Hooks.__annotations__) - {"verbs"}
     assert set(rows) == {*CALLS, *attributes, "request", "drop", "stop"}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+    for block in blocks(PAGE, "python"):
         assert len(block.splitlines()) <= 20
         names: dict = {}
         exec(block, names)
@@ -28,8 +27,8 @@ def test_every_hook_and_attribute_is_on_the_page_and_its_code_runs() -> None:
 
 
 def test_the_sections_on_the_page_are_the_defaults() -> None:
-    text = (DOCS / "curriculum.md").read_text(encoding="utf-8")
-    filtering, curriculum = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    [filtering] = map(yaml.safe_load, blocks(section("replay-and-durability.md", "Dynamic filtering"), "yaml"))
+    [curriculum] = map(yaml.safe_load, blocks(section("tasks-and-rewards.md", "Curriculum"), "yaml"))
     said = ReplayConfig.model_validate(filtering["replay"])
     assert said == ReplayConfig.model_validate({"filter_groups": {}})
     assert CurriculumConfig.model_validate(curriculum["curriculum"]) == CurriculumConfig()

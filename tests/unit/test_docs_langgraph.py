@@ -1,4 +1,4 @@
-"""docs/langgraph.md says what is: its keys, its ends, and the code that it shows."""
+"""docs/external-agents.md, LangGraph: its keys, its stop reasons, and the code that it shows."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from pathlib import Path
 import pytest
 
 from support.graph_runs import calls, play
+from support.pages import blocks, section
 from turnwise import LangGraphAgent
 from turnwise.types import StopReason
 
-PAGE = (Path(__file__).parents[2] / "docs" / "langgraph.md").read_text()
-CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PAGE = section("external-agents.md", "LangGraph")
+CODE = blocks(PAGE, "python")
 
 
 def test_every_key_of_the_agent_is_told() -> None:
-    told = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", PAGE.split("## What happens")[0], re.M))))
+    told = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", PAGE.split("### An episode")[0], re.M))))
     assert told == set(inspect.signature(LangGraphAgent).parameters)
 
 
 def test_every_end_is_one() -> None:
-    rows = re.findall(r"^\| [^|]+\| ([^|]+) \|$", PAGE.split("## Ends")[1].split("**Interrupts")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| [^|]+\| ([^|]+) \|$",
+        section("external-agents.md", "Stop reasons of graphs").split("**Interrupts")[0],
+        re.MULTILINE,
+    )
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert named <= {str(reason) for reason in StopReason}
     assert {"completed", "max_turns", "interrupted", "invalid_calls", "error"} <= named
@@ -37,7 +42,7 @@ async def test_the_first_graph_plays_an_episode(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", CODE)
 def test_all_code_is_python(code: str) -> None:
-    compile(code, "langgraph.md", "exec")
+    compile(code, "external-agents.md", "exec")
 
 
 def test_the_graph_of_a_module_is_made_at_once() -> None:

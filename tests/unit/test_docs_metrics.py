@@ -1,19 +1,18 @@
-"""docs/metrics.md and docs/python-api.md: every metric and warning is there, and the code runs."""
+"""docs/metrics.md and training from Python in docs/training.md: every metric and warning is there, the code runs."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import turnwise
+from support.pages import blocks, page, section
 from turnwise.agents.functions import RolloutFunction
 from turnwise.trainer.algorithms.custom_algorithm import as_algorithm
 from turnwise.trainer.diagnostics.warnings import RULES
 from turnwise.trainer.metrics import METRICS
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "metrics.md").read_text(encoding="utf-8")
-API = (DOCS / "python-api.md").read_text(encoding="utf-8")
+PAGE = page("metrics.md")
+API = section("training.md", "Training from Python")
 
 
 def rows(section: str) -> dict[str, str]:
@@ -34,7 +33,7 @@ def test_every_warning_has_its_row() -> None:
 
 
 def test_the_code_of_the_python_page() -> None:
-    first, own = re.findall(r"```python\n(.*?)```", API, re.DOTALL)
+    first, own = blocks(API, "python")
     assert len([line for line in first.splitlines() if line.strip()]) <= 20
     names: dict = {"__name__": "docs"}
     exec(first, names)

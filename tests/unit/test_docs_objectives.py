@@ -1,4 +1,4 @@
-"""What docs/objectives.md and examples/objectives say is what the code takes."""
+"""Objectives in docs/algorithms.md and in examples/objectives: what they say is what the code takes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 import yaml
 
 import turnwise
+from support.pages import blocks as blocks_of
+from support.pages import section
 from turnwise.config import load_config
 from turnwise.trainer.config import TrainConfig
 from turnwise.trainer.offline.config import DPOConfig, PairingConfig, RewardModelConfig, SFTConfig
@@ -21,12 +23,12 @@ from turnwise.trajectory import TrainSample
 from turnwise.types import as_ids
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "objectives.md").read_text()
+PAGE = section("algorithms.md", "Objectives beside reinforcement learning")
 KINDS = {"rft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig}
 
 
 def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+    return blocks_of(PAGE, kind)
 
 
 def test_every_configuration_of_the_page_is_one() -> None:
@@ -76,6 +78,6 @@ def test_the_page_names_every_tensor_of_a_padded_batch() -> None:
     mask = torch.tensor([False, True]).numpy()
     ids = as_ids([1, 2])
     sample = TrainSample(ids, mask, ids.astype("float32"), ids, ids, "t", "g", 0)
-    said = set(re.findall(r"`(\w+)`", PAGE.partition("## A training loop")[2]))
+    said = set(re.findall(r"`(\w+)`", section("algorithms.md", "Padded batches for other trainers")))
     batch = turnwise.collate_padded([sample], advantages=[1.0])
     assert set(batch.tensors()) <= said

@@ -1,16 +1,16 @@
-"""The code of docs/rewards.md runs as it stands there, and its tables are right."""
+"""docs/tasks-and-rewards.md, its part on rewards: the code runs as it stands there, and the tables are right."""
 
 from __future__ import annotations
 
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from support.pages import page
 from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs import SingleTurnEnv, invoke, make
@@ -22,14 +22,14 @@ from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory
 from turnwise.types import ToolCall
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+PAGE = page("tasks-and-rewards.md").partition("\n## Reward functions\n")[2]
 
 
 @pytest.fixture(scope="module")
 def code() -> dict:
     names: dict = {"__name__": "docs_rewards"}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(block, "docs/rewards.md", "exec"), names)
+        exec(compile(block, "docs/tasks-and-rewards.md", "exec"), names)
     return names
 
 

@@ -1,4 +1,4 @@
-"""docs/sessions.md: its code runs as it stands there, and its reasons are those that a session gives."""
+"""docs/agents.md, sessions: the code runs as it stands there, and the reasons are those that a session gives."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import get_args
 import pytest
 
 from support.chat_models import renderer_for
+from support.pages import blocks, section
 from turnwise.agents import context
 from turnwise.inference import forks, token_session
 from turnwise.inference.echo import EchoPolicy, ReasoningPolicy
 from turnwise.rollout.config import RolloutConfig
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+TEXT = section("agents.md", "Sessions")
+BLOCKS = blocks(TEXT, "python")
 
 
 @pytest.fixture(scope="module")
 def names() -> dict:
     found: dict = {"__name__": "docs_sessions"}
     for block in BLOCKS:
-        exec(compile(block, "docs/sessions.md", "exec"), found)
+        exec(compile(block, "docs/agents.md", "exec"), found)
     return found
 
 

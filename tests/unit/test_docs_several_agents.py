@@ -1,14 +1,14 @@
-"""docs/several-agents.md: its environment plays as it stands there, and its keys are those of the configuration."""
+"""docs/agents.md, several agents: the environment plays as it stands there, the keys are those of the configuration."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
 
+from support.pages import blocks, section
 from support.toy_renderer import ToyRenderer
 from turnwise.agents.roles import Compare
 from turnwise.envs.registration import register
@@ -17,8 +17,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "several-agents.md").read_text(encoding="utf-8")
+TEXT = section("agents.md", "Several agents")
 
 
 @pytest.mark.parametrize(
@@ -27,8 +26,8 @@ TEXT = (ROOT / "docs" / "several-agents.md").read_text(encoding="utf-8")
 )
 async def test_the_environment_that_is_described(answer: str, turns: int, rewards: dict | None) -> None:
     names: dict = {"__name__": "docs_several_agents"}
-    [block] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    exec(compile(block, "docs/several-agents.md", "exec"), names)
+    [block] = blocks(TEXT, "python")
+    exec(compile(block, "docs/agents.md", "exec"), names)
     register(f"test-haggle-{answer}-{turns}", names["Haggle"])
     renderer = ToyRenderer()
     client = ScriptedClient(renderer, lambda request: "7" if request.session_id.endswith("seller") else answer)
@@ -45,7 +44,7 @@ async def test_the_environment_that_is_described(answer: str, turns: int, reward
 def test_what_the_table_and_the_section_name_is_there() -> None:
     table = TEXT.partition("| `rollout.compare` |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(Compare))
-    [block] = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    [block] = blocks(TEXT, "yaml")
     section = yaml.safe_load(block)["rollout"]
     config = RolloutConfig.model_validate({"env": {"name": "nim"}, **section})
     assert set(config.frozen) == {"past", "judge", "far", "hosted"}

@@ -1,28 +1,30 @@
-"""docs/tasks.md: its Python runs, its keys are the keys that there are, and its numbers are the defaults."""
+"""docs/tasks-and-rewards.md, tasks: the Python runs, the keys are those that there are, numbers are the defaults."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from support.pages import blocks as blocks_of
+from support.pages import page, section
 from turnwise.tasks import SourceConfig, Task, load_tasks, open_order, sources_of
 from turnwise.tasks.mix import HELD_AT_MOST
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+NAME = "tasks-and-rewards.md"
+PAGE = page(NAME).partition("\n## Curriculum")[0]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return blocks_of(PAGE, language)
 
 
 def test_the_python_on_the_page_runs() -> None:
     names: dict[str, Any] = {}
     for block in blocks("python"):
-        exec(compile(block, "docs/tasks.md", "exec"), names)
+        exec(compile(block, "docs/tasks-and-rewards.md", "exec"), names)
     rows = names["rows"]
     assert load_tasks(rows, limit=2)[1] == Task("rows-1", "What is 1 + 1?", {"gold": 2})
     assert next(rows(7)) == {"prompt": "What is 7 + 1?", "gold": 8}
@@ -39,13 +41,13 @@ def test_the_keys_on_the_page_are_those_that_there_are() -> None:
     [block] = blocks("yaml")
     sources = sources_of([SourceConfig.model_validate(each) for each in yaml.safe_load(block)["tasks"]])
     assert [source.weight for source in sources] == [3, 1]
-    table = PAGE.partition("## Keys of a source")[2].partition("## Length")[0]
+    table = section(NAME, "Keys of a source")
     named = {name for row in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert named == set(SourceConfig.model_fields)
 
 
 def test_the_numbers_on_the_page_are_the_defaults() -> None:
-    assert f"at most {HELD_AT_MOST:,} tasks is held" in PAGE
-    assert f"`shuffle_buffer` ({SourceConfig.model_fields['shuffle_buffer'].default:,})" in PAGE
+    assert f"at most {HELD_AT_MOST:,} tasks is held" in " ".join(PAGE.split())
+    assert f"`shuffle_buffer` ({SourceConfig.model_fields['shuffle_buffer'].default:,})" in " ".join(PAGE.split())
     order, [report] = open_order(SourceConfig(source="turnwise.envs.lookup:tasks?n=5"))
     assert (report.tasks, order.epoch) == (5, 0)

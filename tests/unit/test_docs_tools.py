@@ -1,4 +1,4 @@
-"""docs/tools.md: its code runs as it stands there, and every test that its table names is there."""
+"""docs/tools.md: the code runs as it stands there; each test that the comparison with verl names is there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.pages import page, section
 from support.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.inference.scripted import ScriptedClient
@@ -19,7 +20,7 @@ from turnwise.tools import load_function_tools
 from turnwise.types import ToolCall
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "tools.md").read_text()
+TEXT = page("tools.md").replace(section("tools.md", "Sandbox tools"), "")
 BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", TEXT, re.DOTALL)
 NAMED = re.compile(r"`(test_\w+\.py)((?:::\w+)+)`")
 
@@ -36,7 +37,7 @@ def named_tests(file: Path) -> set[str]:
 
 
 def rows() -> list[list[str]]:
-    table = TEXT.partition("## Compared with verl")[2]
+    table = section("coming-from-other-frameworks.md", "Tools compared with verl")
     lines = [line for line in table.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 

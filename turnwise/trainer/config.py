@@ -227,7 +227,7 @@ class TrainConfig(_Section):
         checkpoint: When checkpoints are written.
         hooks: Classes whose methods run at named moments (``trainer/hooks.py``), as ``path/to/file.py:Class``; one, or
             several in the order in which they are called.
-        loggers: Where metrics go beside the console and ``metrics.jsonl`` (docs/loggers.md).
+        loggers: Where metrics go beside the console and ``metrics.jsonl`` (docs/metrics.md).
         custom: Handed to the extension as it is; nothing here reads it.
     """
 

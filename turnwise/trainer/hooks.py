@@ -51,7 +51,7 @@ class Hooks:
     """Subclass it, define the hooks that you need (``def`` or ``async def``, without arguments), and name the class:
     ``hooks: my_hooks.py:MyHooks``. It is made without arguments when the run starts.
 
-    What stands below is on ``self`` from ``on_init_end`` on (docs/hooks.md).
+    What stands below is on ``self`` from ``on_init_end`` on (docs/extending.md).
 
     Attributes:
         global_steps: The step that is under way; between steps the one that is done. 0 before the first.

@@ -76,7 +76,7 @@ class Training:
         """Roll out, and return the finished groups, in the order of their ids.
 
         Args:
-            tasks: Tasks to roll out, each as one group; one that is dropped (docs/batches.md) is missing from what is
+            tasks: Tasks to roll out, each as one group; one that is dropped (docs/training.md) is missing from what is
                 returned. By default the next ``batch.groups`` ones of the run's order: there the next one replaces it.
             group_size: Episodes of each; by default ``rollout.group_size``.
 

@@ -1,4 +1,4 @@
-"""The code of the pages on Gymnasium, the doctor and wrappers runs as it stands, and their tables are complete."""
+"""The code of docs/environments.md runs as it stands there, and its tables are complete."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import inspect
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
+from support.pages import blocks, section
 from turnwise.cli.check_env import command
 from turnwise.envs import check_env, wrappers
 from turnwise.envs.doctor.core import CHECKS
 from turnwise.envs.gym import from_gymnasium
 from turnwise.rollout.config import RolloutConfig
 
-DOCS = Path(__file__).parents[3] / "docs"
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+PAGE = "environments.md"
+FROM_GYMNASIUM = "Using a Gymnasium environment in Turnwise"
+GYMNASIUM = ("Using a Turnwise environment in Gymnasium", FROM_GYMNASIUM)
+CHECKER = "Checking an environment"
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_code_on_gymnasium_runs(number, tmp_path):
-    code = blocks("gymnasium.md", "python")[number]
+    [code] = blocks(section(PAGE, GYMNASIUM[number]), "python")
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path
     )
@@ -36,22 +35,22 @@ def test_the_code_on_gymnasium_runs(number, tmp_path):
 
 
 def test_every_argument_of_from_gymnasium_is_described():
-    text = (DOCS / "gymnasium.md").read_text()
+    text = section(PAGE, FROM_GYMNASIUM)
     names = set(inspect.signature(from_gymnasium).parameters) - {"env", "tools"}
     assert not [name for name in names if f"`{name}`" not in text]
 
 
 async def test_the_safe_of_the_page_is_sound():
-    [code] = blocks("check-env.md", "python")
+    [code] = blocks(section(PAGE, CHECKER), "python")
     names: dict = {"__name__": "page"}
-    exec(compile(code, "check-env.md", "exec"), names)
+    exec(compile(code, PAGE, "exec"), names)
     report = await check_env(names["Safe"])
     assert report.findings == [], str(report)
     assert report.figures["reference solution, worst score"] == 1.0
 
 
 def test_every_check_and_option_is_described():
-    text = (DOCS / "check-env.md").read_text()
+    text = section(PAGE, CHECKER)
     rows = " ".join(re.findall(r"^\| ([a-z, ]+) \|", text, re.MULTILINE)).replace(",", " ")
     for name in CHECKS:
         assert all(word in rows.split() for word in name.removesuffix(" policy").split()), name
@@ -62,11 +61,11 @@ def test_every_check_and_option_is_described():
 
 def test_the_code_on_wrappers_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for code in blocks("wrappers.md", "python"):
-        exec(compile(code, "wrappers.md", "exec"), {"__name__": "page"})
-    [text] = blocks("wrappers.md", "yaml")
+    for code in blocks(section(PAGE, "Wrappers"), "python"):
+        exec(compile(code, PAGE, "exec"), {"__name__": "page"})
+    [text] = blocks(section(PAGE, "Wrappers"), "yaml")
     config = RolloutConfig(**yaml.safe_load(text)["rollout"])
     assert [each.name for each in config.env.wrappers] == ["turn_limit", "shape_reward"]
-    page = (DOCS / "wrappers.md").read_text()
+    page = section(PAGE, "Wrappers")
     for name, cls in wrappers._WRAPPERS.items():
         assert f"| `{name}` | `{cls.__name__}(env, " in page

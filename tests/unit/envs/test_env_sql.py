@@ -206,7 +206,7 @@ def test_closing_ends_the_query_that_runs_in_another_thread():
 def test_there_are_at_least_25_templates_over_four_schemas_with_all_that_sql_is_about():
     golds = [template.gold for schema in SCHEMAS.values() for template in schema.templates]
     assert len(golds) >= 25
-    assert f"with {len(golds)} templates of questions" in (ROOT / "docs/environments.md").read_text()
+    assert f"with {len(golds)} templates of questions" in (ROOT / "docs/environment-library.md").read_text()
     assert len(SCHEMAS) == 4
     for word in (
         "JOIN",

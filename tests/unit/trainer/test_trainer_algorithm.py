@@ -43,7 +43,7 @@ def test_the_page_names_every_algorithm() -> None:
 
 
 def test_the_page_of_credit_names_every_way() -> None:
-    page = (ROOT / "docs/credit.md").read_text()
+    page = (ROOT / "docs/algorithms.md").read_text()
     assert [name for name in CREDITS if f"| `{name}` |" not in page] == []
     assert [name for name in get_args(AnchorState) if f"`state: {name}`" not in page] == []
 

@@ -91,7 +91,7 @@ class LoggerConfig(BaseModel):
 
     Attributes:
         name: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, or a class of your own as ``pkg.mod:Class``.
-        config: Its options by name (docs/loggers.md).
+        config: Its options by name (docs/metrics.md).
     """
 
     model_config = ConfigDict(extra="forbid")

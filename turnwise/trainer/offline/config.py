@@ -46,7 +46,7 @@ class OfflineConfig(BaseModel):
         optim: How gradients become updates.
         schedule: How the learning rate changes.
         renderer: How messages become tokens.
-        loggers: Where metrics go beside the console and ``metrics.jsonl`` (docs/loggers.md).
+        loggers: Where metrics go beside the console and ``metrics.jsonl`` (docs/metrics.md).
     """
 
     model_config = ConfigDict(extra="forbid")
