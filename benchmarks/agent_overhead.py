@@ -40,8 +40,8 @@ from runner_overhead import QUESTION, TURNS, AddEnv, script
 from harness.chat import chat_dir
 from harness.measure import Sample, interleave, machine, measured, parse, parser, report, spread
 from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, Task, TrajectoryGroup
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.envs import register
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.core import RolloutParts
 from turnwise.types import Completion

@@ -25,9 +25,9 @@ from rich.table import Table
 from harness.chat import chat_dir, corpus
 from harness.measure import machine, parse, parser, report
 from turnwise import Message, Trajectory, to_samples
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient, scripted_logprobs
-from turnwise.inference.session import Opened, Session, SessionLimits
+from turnwise.recorder.session import Opened, Session, SessionLimits
 from turnwise.types import Completion, ToolCall, ToolSchema
 
 TURNS, TOKENS = 128, 64_000

@@ -53,7 +53,7 @@ def model() -> Path:
 
 
 def _build(directory: Path) -> None:
-    from turnwise.trainer.offline.config import SFTConfig
+    from turnwise.trainer.config.offline import SFTConfig
     from turnwise.trainer.offline.sft import run_sft
 
     rows = write_model(directory / "base", 400, width=WIDTH, layers=LAYERS)

@@ -29,9 +29,9 @@ from transformers import PreTrainedTokenizerFast
 
 from harness.chat import chat_dir, corpus
 from harness.measure import machine, parse, parser, report
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient, scripted_logprobs
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt, ToolCall, ToolSchema
 
 TURNS = 128

@@ -4,7 +4,7 @@ Both sides are given the last hidden states of 8,192 trained tokens and an outpu
 compute the negative log-likelihood of the tokens, the entropy where ours reports it, and the gradients of states and
 matrix. ``materialised`` is what a training script writes: ``F.cross_entropy(states @ matrix.T, ids)`` and
 ``backward()``; nothing but autograd holds on to the logits, and it computes no entropy. ``ours`` is
-``turnwise.trainer.vocabulary.score_states``, entropies included, as a train step calls it.
+``turnwise.trainer.model.chunked_logprobs.score_states``, entropies included, as a train step calls it.
 
 The figure is ours over materialised, of the peak of resident memory above what the process held before the loss
 (states, matrix, ids, the libraries). Gradients are counted on both sides. Each side is a process of its own, one
@@ -99,7 +99,7 @@ def measure(side: str, settings: dict[str, Any]) -> None:
     import torch
     from torch import nn
 
-    from turnwise.trainer.vocabulary import LogitTransform, score_states
+    from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 
     torch.manual_seed(0)
     hidden = settings["hidden"]

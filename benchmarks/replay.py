@@ -28,10 +28,10 @@ from rich.table import Table
 from harness.measure import machine, parse, parser, report
 from turnwise import Trajectory, to_samples
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.journal import Journal
-from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
-from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trajectory import Segment, TrajectoryGroup
 
 TRAJECTORIES, TOKENS, MEMBERS, BATCH, WAITING = 10_000, 4096, 8, 16, 64

@@ -32,10 +32,10 @@ from harness.chat import chat_dir
 from harness.measure import Sample, machine, measured, parse, parser, report, spread
 from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, Task, ToolEnv, TrajectoryGroup, function_tool
 from turnwise.agents import ReActAgent
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.envs import register
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient, scripted_logprobs
-from turnwise.inference.session import Session
+from turnwise.recorder.session import Session
 from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tools import ToolRunner

@@ -82,7 +82,13 @@ def evaluating(model: Path) -> Sample:
     out = Path(tempfile.mkdtemp(prefix="turnwise-startup-"))
     command = [
         *(str(COMMAND), "eval", "lookup", "--model", str(model), "--out", str(out / "eval")),
-        *("--tasks", "turnwise.envs.lookup:tasks?n=1&split=test", "--samples", "0", "rollout.max_tokens_per_turn=1"),
+        *(
+            "--tasks",
+            "turnwise.envs.library.lookup:tasks?n=1&split=test",
+            "--samples",
+            "0",
+            "rollout.max_tokens_per_turn=1",
+        ),
     ]
     log = out / "log"
     started = time.perf_counter()

@@ -151,10 +151,10 @@ def prepare(workload: Workload) -> tuple[Callable[[], object], int, dict[str, in
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from turnwise.trainer.algorithms.config import AlgorithmConfig
-    from turnwise.trainer.config import BatchConfig, PolicyConfig
-    from turnwise.trainer.engines.torch import TorchLearner
-    from turnwise.trainer.policy import Policy, check_packable
-    from turnwise.trainer.update import update_policy
+    from turnwise.trainer.config.train import BatchConfig, PolicyConfig
+    from turnwise.trainer.learn.torch_learner import TorchLearner
+    from turnwise.trainer.learn.update import update_policy
+    from turnwise.trainer.model.policy import Policy, check_packable
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**workload.model)).eval()
@@ -174,7 +174,7 @@ def make_rows(workload: Workload) -> list[Any]:
     """Return the rows of a step; ids are random, so rows of a group share their prompt and nothing else."""
     import numpy as np
 
-    from turnwise.trainer.packing import TrainRow
+    from turnwise.trainer.batch.packing import TrainRow
     from turnwise.trajectory import TrainSample
 
     random = np.random.default_rng(0)

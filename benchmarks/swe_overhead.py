@@ -22,14 +22,14 @@ from typing import Any
 from harness.chat import chat_dir
 from harness.measure import Sample, machine, measured, median, parse, parser, report, spread
 from turnwise import RolloutConfig, Task
+from turnwise.chat.renderer import load_renderer
+from turnwise.envs.library.swe import rows as tasks
 from turnwise.envs.solution import tool_call
-from turnwise.envs.swe import tasks
-from turnwise.inference.renderer import load_renderer
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.sandboxes.core import ExecResult
 from turnwise.sandboxes.local.sandbox import LocalSandbox
-from turnwise.tools.shell import ShellTool
+from turnwise.tools.sandboxed.shell import ShellTool
 from turnwise.types import Message
 
 EPISODES, AT_ONCE = 200, 16
@@ -148,7 +148,7 @@ def main() -> int:
             "config": {
                 "episodes": count,
                 "at_once": at_once,
-                "rows": "turnwise.envs.swe:tasks, each in turn",
+                "rows": "turnwise.envs.library.swe:tasks, each in turn",
                 "script": [*LOOK, "git apply of the row's patch", LOOK[3], "submit"],
                 "sandboxes": "local, default limits",
                 "repeats": arguments.repeats,

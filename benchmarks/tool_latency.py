@@ -33,8 +33,8 @@ from rich.table import Table
 from harness.chat import chat_dir
 from harness.measure import OFFLINE, ROOT, Sample, interleave, machine, measured, median, parse, parser, report, spread
 from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, Task, ToolEnv, function_tool
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.envs import register
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest, scripted_logprobs
 from turnwise.rollout.core import RolloutParts
 from turnwise.types import Completion, Message, ToolCall, ToolSchema, as_ids

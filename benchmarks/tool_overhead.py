@@ -34,8 +34,8 @@ from harness.measure import Sample, machine, measured, parse, parser, report, sp
 from turnwise import OutputLimit, RolloutConfig, RolloutProducer, RolloutRequest, Task, ToolEnv, function_tool
 from turnwise.agents import Episode
 from turnwise.agents.core import EpisodeLimits
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.envs import invoke, register
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient, scripted_logprobs
 from turnwise.rollout.core import RolloutParts
 from turnwise.types import Completion, Message, TokenIds, ToolCall, as_ids

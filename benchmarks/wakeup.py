@@ -20,8 +20,8 @@ import numpy as np
 
 from harness.measure import machine, parse, parser, report
 from turnwise import Trajectory
-from turnwise.rollout.journal import Journal
-from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.trajectory import Segment, TrajectoryGroup
 
 TASKS, MEMBERS, TOKENS, POLL_S = 32, 8, 512, 2.0

@@ -1,8 +1,4 @@
-"""Turnwise: Gym-style environments and agents, recorded token by token, trained with PPO/GRPO.
-
-Owns: the public names. They are lazy: importing this package imports none of its parts, hence neither torch nor
-transformers; a name is imported when it is first used.
-"""
+"""Turnwise: Gym-style environments and agents, recorded token by token, trained with PPO/GRPO."""
 
 from __future__ import annotations
 
@@ -16,8 +12,18 @@ if TYPE_CHECKING:
     from turnwise.agents.langgraph import ChatTurnwise, LangGraphAgent
     from turnwise.cli.env_file import main
     from turnwise.config import dump_config, load_config
-    from turnwise.envs import Env, EnvSpec, MultiAgentEnv, SingleTurnEnv, StepResult, ToolEnv, check_env, make, register
-    from turnwise.envs.gym import from_gymnasium, to_gymnasium
+    from turnwise.envs import (
+        Env,
+        EnvSpec,
+        MultiAgentEnv,
+        SingleTurnEnv,
+        StepResult,
+        ToolEnv,
+        check_env,
+        make,
+        register,
+    )
+    from turnwise.envs.gym.to_gymnasium import from_gymnasium, to_gymnasium
     from turnwise.envs.rewards import Rubric
     from turnwise.errors import (
         AgentError,
@@ -30,11 +36,11 @@ if TYPE_CHECKING:
         TurnwiseError,
     )
     from turnwise.evaluation import EvalConfig, EvalResult, evaluate
-    from turnwise.evaluation.standalone import run_eval
-    from turnwise.extensions import load_extensions
-    from turnwise.inference.core import LLMClient, Renderer
+    from turnwise.evaluation.runner import run_eval
     from turnwise.inference.scripted import ScriptedClient
-    from turnwise.inference.session import Session
+    from turnwise.model.core import LLMClient, Renderer
+    from turnwise.plugins import load_extensions
+    from turnwise.recorder.session import Session
     from turnwise.rollout import (
         LocalReplayBuffer,
         ReplayBuffer,
@@ -50,15 +56,15 @@ if TYPE_CHECKING:
     from turnwise.trainer.algorithms.custom_algorithm import Algorithm
     from turnwise.trainer.algorithms.losses import register_loss
     from turnwise.trainer.api import Trainer
-    from turnwise.trainer.collate import collate_padded
-    from turnwise.trainer.config import TrainConfig
-    from turnwise.trainer.engines import register_engine
-    from turnwise.trainer.hooks import Hooks
-    from turnwise.trainer.offline.config import DPOConfig, RewardModelConfig, SFTConfig
+    from turnwise.trainer.batch.collate import collate_padded
+    from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig, SFTConfig
+    from turnwise.trainer.config.train import TrainConfig
+    from turnwise.trainer.learn.learner import register_engine
     from turnwise.trainer.offline.dpo import run_dpo
     from turnwise.trainer.offline.reward_model import run_reward_model
     from turnwise.trainer.offline.sft import run_sft
-    from turnwise.trainer.train import run_train
+    from turnwise.trainer.run.hooks import Hooks
+    from turnwise.trainer.run.train import run_train
     from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
     from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenPrompt, ToolCall, ToolSchema
 
@@ -71,22 +77,24 @@ _HOMES = {
     "cli.env_file": ("main",),
     "config": ("dump_config", "load_config"),
     "envs": (
-        "Env", "EnvSpec", "MultiAgentEnv", "SingleTurnEnv", "StepResult", "ToolEnv", "check_env", "make", "register",
+        "Env", "EnvSpec", "MultiAgentEnv", "SingleTurnEnv", "StepResult", "ToolEnv", "check_env", "make",
+        "register",
     ),
-    "envs.gym": ("from_gymnasium", "to_gymnasium"),
+    "envs.gym.to_gymnasium": ("from_gymnasium", "to_gymnasium"),
     "envs.rewards": ("Rubric",),
     "errors": (
-        "AgentError", "BudgetSpent", "ConfigError", "EnvError", "InferenceError", "RenderError", "ToolError",
-    "TurnwiseError",
+        "AgentError", "BudgetSpent", "ConfigError", "EnvError", "InferenceError", "RenderError",
+        "ToolError", "TurnwiseError",
     ),
     "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
-    "evaluation.standalone": ("run_eval",),
-    "extensions": ("load_extensions",),
-    "inference.core": ("LLMClient", "Renderer"),
+    "evaluation.runner": ("run_eval",),
     "inference.scripted": ("ScriptedClient",),
-    "inference.session": ("Session",),
+    "model.core": ("LLMClient", "Renderer"),
+    "plugins": ("load_extensions",),
+    "recorder.session": ("Session",),
     "rollout": (
-        "LocalReplayBuffer", "ReplayBuffer", "RolloutConfig", "RolloutManager", "RolloutProducer", "RolloutRequest",
+        "LocalReplayBuffer", "ReplayBuffer", "RolloutConfig", "RolloutManager", "RolloutProducer",
+        "RolloutRequest",
     ),
     "tasks": ("SourceConfig", "Task", "iter_tasks", "load_tasks"),
     "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
@@ -94,16 +102,16 @@ _HOMES = {
     "trainer.algorithms.config": ("AlgorithmConfig",),
     "trainer.algorithms.custom_algorithm": ("Algorithm",),
     "trainer.algorithms.losses": ("register_loss",),
-    "trainer.engines": ("register_engine",),
-    "trainer.hooks": ("Hooks",),
-    "trainer.collate": ("collate_padded",),
     "trainer.api": ("Trainer",),
-    "trainer.config": ("TrainConfig",),
-    "trainer.offline.config": ("DPOConfig", "RewardModelConfig", "SFTConfig"),
+    "trainer.batch.collate": ("collate_padded",),
+    "trainer.config.offline": ("DPOConfig", "RewardModelConfig", "SFTConfig"),
+    "trainer.config.train": ("TrainConfig",),
+    "trainer.learn.learner": ("register_engine",),
     "trainer.offline.dpo": ("run_dpo",),
     "trainer.offline.reward_model": ("run_reward_model",),
     "trainer.offline.sft": ("run_sft",),
-    "trainer.train": ("run_train",),
+    "trainer.run.hooks": ("Hooks",),
+    "trainer.run.train": ("run_train",),
     "trajectory": ("Segment", "TrainSample", "Trajectory", "TrajectoryGroup", "to_samples"),
     "types": ("Completion", "Message", "SamplingParams", "StopReason", "TokenPrompt", "ToolCall", "ToolSchema"),
 }  # fmt: skip

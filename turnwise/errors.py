@@ -1,9 +1,4 @@
-"""One class per boundary that an error can cross.
-
-Owns: the error tree, and :func:`shown`, how a message quotes a value. An error is raised where something went wrong,
-and caught once: a :class:`ToolError` is answered to the model by the tool layer, everything else becomes data in
-``rollout/runner.py`` or ends the process with its message.
-"""
+"""One class per boundary that an error can cross."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Seeds that depend on nothing but what they are made of.
-
-Owns: :func:`stable_hash`. Refuses: generators and state; a seed is drawn from names and numbers wherever it is needed.
-"""
+"""Seeds that depend on nothing but what they are made of."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The nouns that every room of the house shares: messages, calls, prompts, completions.
-
-Owns: the shapes that cross package borders. Refuses: behaviour. OpenAI's and
-Anthropic's JSON forms exist only in the renderer and the gateway, never here.
-"""
+"""The nouns that every room of the house shares: messages, calls, prompts, completions."""
 
 from __future__ import annotations
 

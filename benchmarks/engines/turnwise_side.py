@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from engines.worker import Done, Work
 
-from turnwise.inference.causal_lm import CausalLM
+from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.engine import Engine
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.engine import Engine
-from turnwise.inference.generation import Generation, Output
 from turnwise.types import SamplingParams
 
 

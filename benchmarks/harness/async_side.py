@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from turnwise.envs.core import StepResult
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.library.lookup import LookupEnv
 from turnwise.types import Message
 
 TURNS, GROUPS, MEMBERS = 4, 8, 4
@@ -54,11 +54,11 @@ def pin(pid: int, core: int) -> None:
 
 
 async def side(model: Path, mode: str, steps: int) -> dict[str, float]:
-    from turnwise.trainer.config import TrainConfig
-    from turnwise.trainer.loggers.jsonl import read_metrics
-    from turnwise.trainer.loops.configured import train_as_configured
-    from turnwise.trainer.run import open_run
-    from turnwise.trainer.timeline import SYNC, read_timeline
+    from turnwise.trainer.config.train import TrainConfig
+    from turnwise.trainer.loops.modes import train_as_configured
+    from turnwise.trainer.observe.loggers.run_log import read_metrics
+    from turnwise.trainer.observe.timeline import SYNC, read_timeline
+    from turnwise.trainer.run.run import open_run
 
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
@@ -66,7 +66,7 @@ async def side(model: Path, mode: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as runs:
         config = TrainConfig.model_validate({
             "name": "run", "runs": runs, "steps": steps + 1, "seed": SEED,
-            "tasks": "turnwise.envs.lookup:tasks?n=64&split=train",
+            "tasks": "turnwise.envs.library.lookup:tasks?n=64&split=train",
             "policies": {"main": {"model": {"path": model, "threads": 1}, "optim": {"lr": 1e-6}}},
             "rollout": {
                 "env": {"name": f"{__file__}:SlowEnv"}, "group_size": MEMBERS, "max_turns": TURNS,

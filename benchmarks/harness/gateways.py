@@ -15,9 +15,9 @@ from pathlib import Path
 from harness.chat import chat_dir
 from harness.http_load import Connection, request
 from harness.measure import ROOT
-from turnwise.inference.gateway.config import GatewayConfig
-from turnwise.inference.gateway.process import GatewayProcess
-from turnwise.inference.renderer import load_renderer
+from turnwise.chat.renderer import load_renderer
+from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.server import GatewayProcess
 
 QUESTION = "What does line {} of the file do, and who calls it? Answer in one sentence, and name the function."
 ANSWER = "It reads the configuration before the server starts, and it is called by the function main of this module."

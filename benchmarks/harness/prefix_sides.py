@@ -16,11 +16,11 @@ from harness.trl_gate import Gate
 from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.policy import Policy
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.model.policy import Policy
 from turnwise.trajectory import TrainSample
 
 

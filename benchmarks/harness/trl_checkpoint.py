@@ -72,7 +72,7 @@ def _build(directory: Path, vocabulary: int, template: Path) -> None:
     from teacher import demonstrations
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from turnwise.trainer.offline.config import SFTConfig
+    from turnwise.trainer.config.offline import SFTConfig
     from turnwise.trainer.offline.sft import run_sft
 
     rows = [{**row, "tools": TOOLS} for row in asyncio.run(demonstrations(DEMONSTRATIONS, 0))]

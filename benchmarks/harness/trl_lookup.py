@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.envs.core import ResetResult
-from turnwise.envs.lookup import NAMES, TEAMS, Table, table
+from turnwise.envs.library.lookup import NAMES, TEAMS, Table, table
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ToolError
 from turnwise.seeding import stable_hash

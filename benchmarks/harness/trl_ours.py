@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.trl_gate import Gate
 from harness.trl_lookup import answers
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.records import read_trajectories
 
 HERE = Path(__file__).parent
 
@@ -54,10 +54,10 @@ def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[
     """Train for so many steps, and report what was done."""
     from rich.console import Console
 
-    from turnwise.trainer.config import TrainConfig
-    from turnwise.trainer.loggers.run_log import RunLog
-    from turnwise.trainer.loops.sync import train_sync
-    from turnwise.trainer.run import open_run
+    from turnwise.trainer.config.train import TrainConfig
+    from turnwise.trainer.loops.modes import train_sync
+    from turnwise.trainer.observe.loggers.run_log import RunLog
+    from turnwise.trainer.run.run import open_run
 
     config = TrainConfig.model_validate(configuration(model, directory, steps, settings))
     home = config.runs / config.name

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from turnwise import EvalConfig, Message, RolloutConfig, ScriptedClient, Task, load_config, run_eval, to_samples
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 

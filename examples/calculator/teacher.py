@@ -19,7 +19,7 @@ from typing import Any
 
 from conversations import conversation
 
-from turnwise.envs.calculator import CalculatorEnv, tasks
+from turnwise.envs.library.calculator import CalculatorEnv, tasks
 from turnwise.envs.solution import tool_call
 from turnwise.types import ToolCall
 

@@ -43,7 +43,7 @@ async def smoke() -> int:
     from teacher import demonstrations
 
     from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, ScriptedClient, load_tasks
-    from turnwise.inference.renderer import load_renderer
+    from turnwise.chat.renderer import load_renderer
     from turnwise.rollout.core import RolloutParts
 
     with tempfile.TemporaryDirectory() as directory:
@@ -59,7 +59,7 @@ async def smoke() -> int:
     )
     client = ScriptedClient(renderer, answer)
     producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
-    [group] = await producer.gather([RolloutRequest(next(iter(load_tasks("turnwise.envs.lookup:tasks?n=1"))))])
+    [group] = await producer.gather([RolloutRequest(next(iter(load_tasks("turnwise.envs.library.lookup:tasks?n=1"))))])
     await producer.close()
     [trajectory] = group.trajectories
     print(f"{trajectory.stop_reason}, reward {trajectory.reward:g}, forks {dict(trajectory.forks())}")

@@ -17,8 +17,8 @@ from typing import Any
 
 from conversations import conversation
 
+from turnwise.envs.library.trail import TrailEnv, tasks
 from turnwise.envs.solution import tool_call
-from turnwise.envs.trail import TrailEnv, tasks
 from turnwise.types import ToolCall
 
 LONGEST = 4

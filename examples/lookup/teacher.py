@@ -21,7 +21,7 @@ from typing import Any
 
 from conversations import conversation
 
-from turnwise.envs.lookup import LookupEnv, tasks
+from turnwise.envs.library.lookup import LookupEnv, tasks
 from turnwise.envs.solution import tool_call
 from turnwise.types import ToolCall
 

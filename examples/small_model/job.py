@@ -25,11 +25,11 @@ from rich.console import Console
 
 from turnwise.config import load_config
 from turnwise.errors import TurnwiseError
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.sft import run_sft
-from turnwise.trainer.run_directory import cpu_seconds
-from turnwise.trainer.train import TrainSummary, run_train
+from turnwise.trainer.run.directory import cpu_seconds
+from turnwise.trainer.run.train import TrainSummary, run_train
 
 SMOKE_DEMONSTRATIONS = 40
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.inference.template import ChatTemplate
+from turnwise.chat.template import ChatTemplate
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

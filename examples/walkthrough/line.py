@@ -18,30 +18,29 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.envs.core import schemas
-from turnwise.envs.lookup import LookupEnv, tasks
+from turnwise.envs.library.lookup import LookupEnv, tasks
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.core import WeightManifest
-from turnwise.inference.ledger import LedgerClient
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.model.core import WeightManifest
+from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import AuditReport, audit_files
-from turnwise.rollout.batches import BatchWriter
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import BatchRef, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival
-from turnwise.rollout.writer import TrajectoryWriter
+from turnwise.rollout.records import BatchWriter, TrajectoryWriter
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.strategies import Arrival
 from turnwise.tasks import HeldOrder, load_tasks
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import Experience, build_experience, collect
-from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.data import TaskStream
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.learner import Learner
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.run.task_scheduler import TaskStream
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import Completion, Message, SamplingParams, TokenPrompt, ToolCall

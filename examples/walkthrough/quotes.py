@@ -22,16 +22,16 @@ from line import ALGORITHM, BATCH, Parts, Walked, assembled, prepare, walk
 from shown import Page, columns, decimals, fields, own, pieces, shown_canonical, shown_message, wrapped
 
 from turnwise.envs.core import invoke, schemas
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.library.lookup import LookupEnv
 from turnwise.envs.registration import make
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.core import Renderer
-from turnwise.inference.ledger import read_ledger
-from turnwise.rollout.batches import read_batches
+from turnwise.model.canonical import canonical_messages
+from turnwise.model.core import Renderer
+from turnwise.recorder.ledger import read_ledger
+from turnwise.rollout.records import read_batches
 from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trajectory import Segment, TrainSample, to_samples
 from turnwise.types import ToolCall, as_ids
 

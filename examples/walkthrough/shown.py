@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from blocks import Block
 
-from turnwise.inference.canonical import Canonical
-from turnwise.inference.core import Renderer
+from turnwise.model.canonical import Canonical
+from turnwise.model.core import Renderer
 from turnwise.types import Message, TokenIds, ToolCall
 
 WIDTH = 110

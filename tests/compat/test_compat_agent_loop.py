@@ -11,7 +11,7 @@ import pytest
 from support.chat_models import renderer_for
 
 # In verl: verl.experimental.agent_loop.agent_loop, verl.utils.profiler and verl.utils.rollout_trace.
-from turnwise.agents.agent_loop import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer
+from turnwise.compat.verl_agent_loop import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
@@ -107,7 +107,7 @@ async def test_a_documented_loop_runs_with_only_its_imports_changed(tmp_path, lo
 
 async def play(task: Task, **rollout: Any):
     renderer = renderer_for("qwen2_5")
-    scorer = "turnwise.envs.task_tools:only_tools"
+    scorer = "turnwise.envs.library.task_env:only_tools"
     config = RolloutConfig(
         env=SpecConfig(name="single_turn", config={"scorer": scorer}), agent=NamedConfig(name="react"), **rollout
     )

@@ -17,11 +17,11 @@ from support.tiny_lm import make_model, save_model
 from support.warm import run_command
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
-from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.config.train import TrainConfig
 
 ENGINE = """
 from turnwise import register_engine
-from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.learn.torch_learner import TorchLearner
 
 @register_engine("mine")
 class MyEngine(TorchLearner):
@@ -60,7 +60,7 @@ algorithm:
 """
 PROGRAM = """
 from turnwise import ConfigError, TrainConfig, load_config
-from turnwise.trainer.engines import open_learner
+from turnwise.trainer.learn.learner import open_learner
 config = load_config(TrainConfig, "train.yaml")
 learner = open_learner(config.policy, config.optimizer_steps)
 print(type(learner).__name__, learner.note, config.algorithm.chosen_loss().options)
@@ -81,7 +81,7 @@ def home(tmp_path: Path) -> Path:
     (site / "my_loss.py").write_text(LOSS)
     # What pip leaves of a package whose pyproject.toml names the entry point.
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-engine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[turnwise.extensions]\nmy-engine = my_engine\n")
+    (info / "entry_points.txt").write_text("[turnwise.plugins]\nmy-engine = my_engine\n")
     return tmp_path
 
 

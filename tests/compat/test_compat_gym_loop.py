@@ -6,7 +6,7 @@ What changes for Turnwise is the line of the import, and the id of the environme
 from __future__ import annotations
 
 # verl: import env_lib
-import turnwise.envs.loop as env_lib
+import turnwise.compat.env_loop as env_lib
 
 
 def rollout(llm, extract_action, env_id: str) -> float:
@@ -34,7 +34,7 @@ from support.toy_renderer import ToyRenderer  # noqa: E402
 from turnwise.envs.registration import register  # noqa: E402
 from turnwise.envs.tool_env import ToolEnv  # noqa: E402
 from turnwise.inference.scripted import ScriptedClient  # noqa: E402
-from turnwise.inference.session import Session, SessionLimits  # noqa: E402
+from turnwise.recorder.session import Session, SessionLimits  # noqa: E402
 from turnwise.tools import function_tool  # noqa: E402
 from turnwise.types import ToolCall, text_of  # noqa: E402
 

@@ -54,7 +54,7 @@ def build(llm, checkpointer=None):
 from support.chat_models import renderer_for  # noqa: E402
 from support.graph_runs import calls, play  # noqa: E402
 from turnwise.inference.scripted import ScriptedClient  # noqa: E402
-from turnwise.inference.session import Session, SessionLimits  # noqa: E402
+from turnwise.recorder.session import Session, SessionLimits  # noqa: E402
 from turnwise.trajectory import Trajectory, to_samples  # noqa: E402
 from turnwise.types import StopReason, ToolSchema  # noqa: E402
 

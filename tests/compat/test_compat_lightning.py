@@ -8,9 +8,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 # In Agent-Lightning: import agentlightning as agl; from agentlightning import LLM, Rollout, emit_reward, rollout.
-import turnwise.agents.lightning as agl
+import turnwise.compat.lightning as agl
 from support.chat_models import renderer_for
-from turnwise.agents.lightning import LLM, Rollout, emit_reward, rollout
+from turnwise.compat.lightning import LLM, Rollout, emit_reward, rollout
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec

@@ -17,11 +17,11 @@ from turnwise import LocalReplayBuffer
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, EngineDied, TrainError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
-from turnwise.rollout.replay_config import ReplayConfig, RunFacts
-from turnwise.rollout.replay_setup import make_buffer
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts
+from turnwise.rollout.replay.setup import make_buffer
 from turnwise.tasks import Task
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.train import run_train
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 DOCS = Path(__file__).parents[2] / "docs" / "extending.md"

@@ -11,12 +11,12 @@ from openai import AsyncOpenAI
 
 # In Agent-Lightning: import agentlightning as agl; agl.Trainer(algorithm=agl.VERL(...), n_runners=4).
 import turnwise
-import turnwise.agents.lightning as agl
+import turnwise.compat.lightning as agl
 from support.lookup_run import MODEL, build_model, lines, shared, silent
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.run_directory import config_digest
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.directory import config_digest
 
 
 class Question(TypedDict):
@@ -107,6 +107,6 @@ async def test_an_algorithm_of_ones_own_in_a_running_event_loop(settings: dict[s
 
 
 def turnwise_audit(run: Path) -> Any:
-    from turnwise.trainer.audit import audit_run
+    from turnwise.trainer.observe.audit import audit_run
 
     return audit_run(run, recompute=False, console=silent())

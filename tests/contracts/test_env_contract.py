@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from turnwise.envs import EnvSpec, calculator, check_env, math, trail
-from turnwise.envs.lookup import tasks
+from turnwise.envs import EnvSpec, check_env
+from turnwise.envs.library import calculator, math, trail
+from turnwise.envs.library.lookup import tasks
 from turnwise.tasks import Task
 
 

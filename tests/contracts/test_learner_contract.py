@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from support.tiny_lm import VOCABULARY, make_model, save_model
-from turnwise.trainer.config import PolicyConfig
-from turnwise.trainer.engines import ENGINES, open_learner
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.learner import Learner, Stats, StepResult
+from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.config.train import PolicyConfig
+from turnwise.trainer.learn.learner import ENGINES, Learner, Stats, StepResult, open_learner
+from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learner_checker import check_learner
-from turnwise.trainer.packing import MicroBatch
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "torch": {"optim": {"lr": 1e-3}},

@@ -19,10 +19,10 @@ from turnwise.errors import GuideRefused, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.core import LLMClient
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.vllm import VLLMReplica
+from turnwise.model.core import LLMClient
+from turnwise.recorder.ledger import LedgerClient
 from turnwise.types import Guide, SamplingParams, TokenPrompt, as_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

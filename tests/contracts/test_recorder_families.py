@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from support.chat_models import FAMILIES, model_dir, renderer_for
 from support.examples import examples
-from turnwise.inference.model_dir import read_model_dir
-from turnwise.inference.renderer import TemplateRenderer, make_renderer
+from turnwise.chat.model_dir import read_model_dir
+from turnwise.chat.renderer import TemplateRenderer, make_renderer
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
 from turnwise.types import Message, ToolCall, ToolSchema
 

@@ -10,7 +10,7 @@ from support.behaviours import behave, path_ids, plans, scripts
 from support.chat_models import FAMILIES, MAIN, renderer_for
 from support.examples import examples
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
 from turnwise.types import Message, ToolCall, ToolSchema
 

@@ -6,10 +6,10 @@ import pytest
 
 from support.chat_models import FAMILIES, renderer_for
 from support.toy_renderer import ToyRenderer
+from turnwise.chat.template_text import tool_response_ids, tool_response_text
 from turnwise.errors import RenderError
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
-from turnwise.inference.tool_responses import tool_response_ids, tool_response_text
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Message, ToolCall, ToolSchema
 
 TOOL = ToolSchema("weather", "The weather of a city.", {"type": "object", "properties": {"city": {"type": "string"}}})

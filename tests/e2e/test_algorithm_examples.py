@@ -16,7 +16,7 @@ import pytest
 from support.lookup_run import environment, lines
 from support.warm import run_command
 from turnwise.config import load_config
-from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.config.train import TrainConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(file.stem for file in (EXAMPLES / "algorithms").glob("*.yaml"))

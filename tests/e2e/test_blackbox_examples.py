@@ -13,7 +13,7 @@ from turnwise.agents.registry import make_agent
 from turnwise.config import load_config
 from turnwise.envs.registration import env_class
 from turnwise.evaluation.config import EvalConfig
-from turnwise.rollout.task_checks import check_own
+from turnwise.rollout.preflight import check_own
 from turnwise.sandboxes.core import Mount
 from turnwise.tasks import iter_tasks
 

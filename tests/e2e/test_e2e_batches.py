@@ -11,10 +11,9 @@ import pytest
 from support.lookup_envs import Graded
 from support.lookup_run import MEMBERS, lines, silent, train_config
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.batches import read_batches
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.run import TrainRun
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trainer.run.run import TrainRun
+from turnwise.trainer.run.train import run_train
 from turnwise.trainer.training import Training
 from turnwise.types import StopReason
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from support.lookup_run import lines, silent, train_config
-from turnwise.trainer.run import open_run
-from turnwise.trainer.train import run_train
+from turnwise.trainer.run.run import open_run
+from turnwise.trainer.run.train import run_train
 
 
 def rates(run: Path) -> list[float]:

@@ -14,17 +14,17 @@ from safetensors.torch import load_file
 from support.lookup_run import lines, shared, silent, train_config
 from turnwise.cli import main
 from turnwise.config import dump_config
-from turnwise.rollout.batches import read_batches
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.checkpoint import CheckpointStore
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loggers.jsonl import read_metrics
-from turnwise.trainer.run_directory import CHECKPOINTS
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_batches
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.observe.loggers.run_log import read_metrics
+from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.run.directory import CHECKPOINTS
+from turnwise.trainer.run.train import run_train
 
 pytestmark = pytest.mark.long
 STEPS = 4
-EVAL = {"tasks": "turnwise.envs.lookup:tasks?n=4&split=test", "samples": 2, "greedy": False, "every": 1}
+EVAL = {"tasks": "turnwise.envs.library.lookup:tasks?n=4&split=test", "samples": 2, "greedy": False, "every": 1}
 BEST = {"metric": "eval/sampled/reward", "keep": 1}
 
 

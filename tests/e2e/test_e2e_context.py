@@ -11,12 +11,12 @@ import pytest
 from support.lookup_run import MODEL, example, lines, shared, silent, train_config
 from turnwise.agents.context.config import SubAgentConfig
 from turnwise.agents.context.sub_agent import schema_of
-from turnwise.envs.lookup import LookupEnv, table, tasks
+from turnwise.envs.library.lookup import LookupEnv, table, tasks
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.offline.config import SFTConfig
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
-from turnwise.trainer.train import run_train
+from turnwise.trainer.run.train import run_train
 
 SUB_AGENT = {"prompt": "Help.", "description": "Help."}
 ASK = "Sum up."

@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from support.crash_checks import prove
 from support.lookup_run import GROUPS, MEMBERS, lines, shared, silent, train_config, training
 from turnwise.errors import FormatError
-from turnwise.rollout.batches import read_batches
-from turnwise.rollout.journal_lines import seal
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.train import run_train
+from turnwise.rollout.journal.state import seal
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
 
 pytestmark = pytest.mark.long
 STEPS = 3

@@ -14,7 +14,7 @@ from support.crash_checks import prove
 from support.crash_moments import ITSELF, MOMENTS
 from support.crash_runs import open_boxes, struck, struck_config, train_through, weights_left
 from support.lookup_run import wait_until
-from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.config.train import TrainConfig
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.lookup_run import lines, silent, train_config
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.train import run_train
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
 from turnwise.trajectory import Trajectory
 
 

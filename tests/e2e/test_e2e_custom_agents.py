@@ -14,9 +14,9 @@ from support.lookup_run import environment, lines, silent, take_warm, train_conf
 from support.warm import run_command
 from turnwise.cli import app
 from turnwise.config import dump_config
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loop"
 EVAL = {"tasks": "support.custom_agents:tasks?n=3", "samples": 1, "greedy": False, "every": None}

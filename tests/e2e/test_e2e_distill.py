@@ -13,12 +13,12 @@ import pytest
 from support.lookup_run import EXAMPLE, example, lines, silent, train_config
 from turnwise.config import load_config
 from turnwise.evaluation.config import EvalConfig
-from turnwise.evaluation.standalone import run_eval
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.offline.config import SFTConfig
+from turnwise.evaluation.runner import run_eval
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.offline.sft import run_sft
-from turnwise.trainer.train import run_train
+from turnwise.trainer.run.train import run_train
 
 DISTILL = EXAMPLE.parent / "objectives" / "distill.yaml"
 # Of how many demonstrations the models of the long test are made, and for how many steps of 24 they are shown them.

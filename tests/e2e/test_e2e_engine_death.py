@@ -20,17 +20,17 @@ from transformers import AutoModelForCausalLM
 
 from support.lookup_envs import GATES, Gate
 from support.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config
+from turnwise.engine.weights import write_weights
 from turnwise.errors import EngineDied, InferenceError
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.fleet import Fleet
-from turnwise.inference.ledger import read_ledger
-from turnwise.inference.weights import write_weights
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.loops.sync import train_sync
-from turnwise.trainer.run import TrainRun, open_run
+from turnwise.inference.replica_set import Fleet
+from turnwise.recorder.ledger import read_ledger
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.loops.modes import train_sync
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.run import TrainRun, open_run
 from turnwise.types import SamplingParams, TokenPrompt, as_ids
 
 PER_STEP = GROUPS * MEMBERS

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from support.lookup_run import Turnwise, gone, lines, silent, train_config, wait_until
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
 
-TASKS = "turnwise.envs.lookup:tasks?n=8&split=test"
+TASKS = "turnwise.envs.library.lookup:tasks?n=8&split=test"
 PORT = re.compile(r"serving \S+ on 127\.0\.0\.1:(\d+)")
 
 

@@ -13,15 +13,14 @@ from safetensors.torch import load_file
 
 from support import failing_loss
 from support.lookup_run import GROUPS, MEMBERS, silent, train_config
-from turnwise.rollout.batches import read_batches
-from turnwise.rollout.journal_lines import read_journal
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.checkpoint import CheckpointStore
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loggers.jsonl import read_metrics
-from turnwise.trainer.run_directory import CHECKPOINTS
-from turnwise.trainer.train import train
+from turnwise.rollout.journal.state import read_journal
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.observe.loggers.run_log import read_metrics
+from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.run.directory import CHECKPOINTS
+from turnwise.trainer.run.train import train
 
 STEPS = 3
 

@@ -12,8 +12,8 @@ import pytest
 
 from support.lookup_run import DEADLINE_S, Turnwise, silent, train_config
 from turnwise.config import dump_config
-from turnwise.rollout.journal_lines import read_journal
-from turnwise.trainer.audit import audit_run
+from turnwise.rollout.journal.state import read_journal
+from turnwise.trainer.observe.audit import audit_run
 
 MB = 2**20
 ROOM = 200 * 1024

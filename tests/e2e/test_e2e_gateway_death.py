@@ -15,12 +15,12 @@ import pytest
 
 from support.crash_moments import MID_GENERATION, MID_JOURNAL, MID_TOOL, RESET
 from support.lookup_run import silent
+from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.server import GatewayProcess
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.gateway.config import GatewayConfig
-from turnwise.inference.gateway.process import GatewayProcess
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.observe.audit import audit_run
 
 pytestmark = pytest.mark.long
 ASK = {"model": "any", "messages": [{"role": "user", "content": "Who manages Ada?"}], "max_tokens": 16}

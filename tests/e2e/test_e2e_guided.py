@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from support.gateway_server import serving
 from support.guided_requests import DIALECTS, SCHEMA, ask, body, check, save_random_model
+from turnwise.chat.renderer import load_renderer
+from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.inference.builtin import BuiltinReplica
-from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.gateway.holds import abilities_of
-from turnwise.inference.renderer import load_renderer
-from turnwise.inference.session import SessionLimits
+from turnwise.model.canonical import canonical_messages
+from turnwise.recorder.session import SessionLimits
 from turnwise.types import Guide, SamplingParams, TokenPrompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -15,15 +15,14 @@ from support.lookup_envs import GATES, Gate
 from support.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config, training, wait_until
 from support.own_buffers import THREADS
 from turnwise.errors import TrainError
-from turnwise.rollout.batches import Batches, read_batches
-from turnwise.rollout.journal_lines import read_journal
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.checkpoint import CheckpointStore
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loops.configured import train_as_configured
-from turnwise.trainer.run import open_run
-from turnwise.trainer.train import run_train
+from turnwise.rollout.journal.state import read_journal
+from turnwise.rollout.records import Batches, read_batches, read_trajectories
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.loops.modes import train_as_configured
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.run.run import open_run
+from turnwise.trainer.run.train import run_train
 
 MANY = 10_000
 ASYNC: dict[str, dict[str, Any]] = {
@@ -89,7 +88,7 @@ async def test_a_carried_group_is_finished_by_the_process_that_goes_on(
         "batch": {"tail": {"seconds": 1, "share": 0.5}},
         "replay": {"strategy": "bounded", "max_staleness": MANY, **ahead},
         "curriculum": {"success_reward": 0.5},
-        "tasks": "turnwise.envs.lookup:tasks?n=5&split=train",
+        "tasks": "turnwise.envs.library.lookup:tasks?n=5&split=train",
     }
     config = held_config(lookup_model, tmp_path, 1, **changes)
     after = killed_once_saved(config, 2)

@@ -11,14 +11,13 @@ import pytest
 from support.lookup_run import GROUPS, MEMBERS, environment, lines, silent, take_warm, train_config
 from support.warm import run_command
 from turnwise.errors import TrainError
-from turnwise.rollout.batches import read_batches
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
 PLAIN = "support.outside_manager.PlainManager"
-EVAL = {"tasks": "turnwise.envs.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
+EVAL = {"tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
 
 
 # Greedy rollouts beside the groups, which a manager has to see to, and a penalty that it need not know of.

@@ -11,15 +11,15 @@ import pytest
 
 from support.lookup_run import lines, shared, silent, train_config
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.batches import read_batches
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_batches
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
 
 STEPS = 6
 # Three tasks are soon known: the later ones are drawn by their success rates.
 MIXED: dict[str, Any] = {
     "steps": STEPS,
-    "tasks": "turnwise.envs.lookup:tasks?n=3&split=train",
+    "tasks": "turnwise.envs.library.lookup:tasks?n=3&split=train",
     "replay": {"strategy": "mixed", "stored_share": 0.5, "max_uses": 2, "keep_groups": 2},
     "curriculum": {"success_reward": 0.5},
 }

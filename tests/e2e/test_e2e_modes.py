@@ -19,16 +19,15 @@ from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
 from support.streamed_hooks import FAILURES, GIVEN
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
-from turnwise.rollout.batches import Batches, read_batches
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.checkpoint import CheckpointStore
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loops.configured import train_as_configured
-from turnwise.trainer.run import open_run
-from turnwise.trainer.run_directory import CHECKPOINTS
-from turnwise.trainer.timeline import Span, read_timeline
-from turnwise.trainer.train import train
+from turnwise.rollout.records import Batches, read_batches, read_trajectories
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.loops.modes import train_as_configured
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.observe.timeline import Span, read_timeline
+from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.run.directory import CHECKPOINTS
+from turnwise.trainer.run.run import open_run
+from turnwise.trainer.run.train import train
 
 STEPS = 5
 ASYNC = {

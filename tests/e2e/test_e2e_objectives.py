@@ -11,19 +11,18 @@ import pytest
 
 from support.lookup_run import lines, silent, train_config
 from turnwise.config import load_config
+from turnwise.engine.reward_model import Classifier, Encoder
 from turnwise.evaluation.config import EvalConfig
-from turnwise.evaluation.standalone import run_eval
-from turnwise.inference.classifier import Classifier
-from turnwise.inference.reward_server import Encoder
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.dry_run import dry_run
-from turnwise.trainer.offline.config import DPOConfig, RewardModelConfig, SFTConfig
+from turnwise.evaluation.runner import run_eval
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig, SFTConfig
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.offline.core import spoken
 from turnwise.trainer.offline.dpo import run_dpo
-from turnwise.trainer.offline.recorded import spoken
 from turnwise.trainer.offline.reward_model import run_reward_model
 from turnwise.trainer.offline.sft import run_sft
-from turnwise.trainer.train import run_train
+from turnwise.trainer.run.plan import dry_run
+from turnwise.trainer.run.train import run_train
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
 
@@ -35,7 +34,7 @@ def sampled(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     given = {
         "model": lookup_model,
         "out": out,
-        "tasks": "turnwise.envs.lookup:tasks?n=6&split=train",
+        "tasks": "turnwise.envs.library.lookup:tasks?n=6&split=train",
         "samples": 4,
         "greedy": False,
         "rollout": {

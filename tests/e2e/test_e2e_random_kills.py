@@ -23,9 +23,9 @@ from support.crash_checks import Left, left_on_disk, prove
 from support.crash_moments import listening
 from support.crash_runs import Boxes, killed_config, open_boxes, start_runner
 from support.lookup_run import Turnwise, gone, silent, training, wait_until
-from turnwise.trainer.checkpoint import CheckpointStore
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.train import run_train
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.run.train import run_train
 
 # How often each victim is drawn, among those that a run has.
 SHARES = {"trainer": 1, "server": 1, "runner": 3, "sandboxes": 3}
@@ -101,7 +101,7 @@ class Scene:
             below = psutil.Process(process.pid).children(recursive=True)
             if victim == "sandboxes":
                 return [each for each in below if any("boot.launcher" in part for part in each.cmdline())]
-            servers = [each for each in below if "turnwise.inference.server" in each.cmdline() and listening(each)]
+            servers = [each for each in below if "turnwise.engine.server" in each.cmdline() and listening(each)]
             return servers if victim == "server" else [psutil.Process(process.pid)] * bool(servers)
         return []
 

@@ -11,9 +11,9 @@ import pytest
 
 from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config, training, wait_until
 from support.remote_runs import make_key, remote_rollout, runner
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.config import TrainConfig
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import audit_run
 
 
 def remote_config(model: Path, runs: Path, **changes) -> TrainConfig:

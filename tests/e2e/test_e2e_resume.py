@@ -30,14 +30,13 @@ from support.lookup_run import (
 from turnwise.cli import main
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, FormatError, TrainError, TurnwiseError
-from turnwise.rollout.batches import read_batches
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.checkpoint import capture_rng
-from turnwise.trainer.loops.sync import train_sync
-from turnwise.trainer.run import open_run
-from turnwise.trainer.run_directory import RunDirectory
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trainer.loops.modes import train_sync
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.checkpoint import capture_rng
+from turnwise.trainer.run.directory import RunDirectory
+from turnwise.trainer.run.run import open_run
+from turnwise.trainer.run.train import run_train
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 
 # One episode at a time: then the engine's batches, and with them the last bits of every number, are the same in
@@ -285,7 +284,7 @@ def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path
 def test_what_cannot_start_leaves_and_removes_nothing(
     finished: Path, lookup_model: Path, tmp_path: Path, fresh: bool
 ) -> None:
-    nothing = {"tasks": "turnwise.envs.lookup:nothing"}
+    nothing = {"tasks": "turnwise.envs.library.lookup:nothing"}
     for change in ({"eval": nothing}, {"policies": {"main": {"model": {"path": tmp_path}}}}):
         with pytest.raises(TurnwiseError):
             run_train(train_config(lookup_model, tmp_path, **change), fresh=fresh, console=silent())

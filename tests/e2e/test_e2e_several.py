@@ -11,10 +11,10 @@ from support.lookup_run import lines, silent, train_config
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.evaluation.config import EvalConfig
-from turnwise.evaluation.standalone import run_eval
+from turnwise.evaluation.runner import run_eval
 from turnwise.rollout.audit import audit_files
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.train import run_train
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.train import run_train
 
 FROZEN = {"past": {"start": True, "temperature": 0.5, "inference": {"threads": 1}}}
 
@@ -66,7 +66,7 @@ def test_a_role_trains_against_the_weights_that_the_run_began_with(lookup_model:
 def test_it_is_evaluated_against_the_same(lookup_model: Path, tmp_path: Path) -> None:
     settings = {
         "model": str(lookup_model),
-        "tasks": "turnwise.envs.lookup:tasks?n=3&split=test",
+        "tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test",
         "samples": 2,
         "greedy": False,
         "out": str(tmp_path / "out"),
@@ -112,7 +112,7 @@ def test_an_endpoint_that_does_not_answer_is_named(lookup_model: Path, tmp_path:
     # Port 9 of the loopback is nobody's.
     frozen = {"past": {"model": str(lookup_model), "url": "http://127.0.0.1:9", "inference": {"retries": 0}}}
     settings = {
-        "model": str(lookup_model), "tasks": "turnwise.envs.lookup:tasks?n=1", "out": str(tmp_path / "out"),
+        "model": str(lookup_model), "tasks": "turnwise.envs.library.lookup:tasks?n=1", "out": str(tmp_path / "out"),
         "rollout": {**rollout(others="past"), "frozen": frozen},
     }  # fmt: skip
     with pytest.raises(InferenceError, match=r"rollout.frozen.past.url is http://127.0.0.1:9: "):

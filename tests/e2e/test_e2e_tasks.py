@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from support.lookup_run import GROUPS, lines, silent, train_config
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.run.train import run_train
 
 
 def mix(folder: Path) -> list[dict[str, Any]]:

@@ -20,16 +20,15 @@ from turnwise.agents.core import Agent
 from turnwise.agents.registry import register_agent
 from turnwise.cli import main
 from turnwise.errors import CheckpointError, ConfigError, TrainError
-from turnwise.inference.ledger import read_ledger
+from turnwise.recorder.ledger import read_ledger
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.batches import read_batches
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.metrics import meaning
-from turnwise.trainer.train import run_train
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.run.train import run_train
 from turnwise.trajectory import Trajectory
 
-EVAL = {"tasks": "turnwise.envs.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
+EVAL = {"tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
 
 
 def cli(*arguments: object) -> int:

@@ -27,21 +27,21 @@ from support.calling_lm import save_calling_model
 from support.wire_agents import WIRES
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
-from turnwise.envs.lookup import LookupEnv, table
+from turnwise.chat.renderer import load_renderer
+from turnwise.chat.template_renderer import TemplateRenderer
+from turnwise.envs.library.lookup import LookupEnv, table
 from turnwise.errors import BudgetSpent
+from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.server import GatewayProcess
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.gateway.config import GatewayConfig
-from turnwise.inference.gateway.process import GatewayProcess
-from turnwise.inference.ledger import LedgerClient
-from turnwise.inference.renderer import load_renderer
-from turnwise.inference.session import Session, SessionLimits
-from turnwise.inference.template_renderer import TemplateRenderer
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
+from turnwise.rollout.records import read_trajectories
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
-from turnwise.rollout.writer import read_trajectories
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema

@@ -14,8 +14,8 @@ import pytest
 from support.lookup_run import environment, example, lines, shared, silent
 from support.warm import run_command
 from turnwise.envs import invoke, make, schemas, tool_call
-from turnwise.envs.seeded import tasks
-from turnwise.trainer.offline.config import SFTConfig
+from turnwise.envs.library.seeded import tasks
+from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.types import Message, text_of
 
@@ -99,7 +99,7 @@ def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_pat
     assert any(row["metrics"]["tool_calls"] for row in rows)
 
     [last] = sorted((tmp_path / "runs" / "dice" / "checkpoints").iterdir())[-1:]
-    held_out = "turnwise.envs.seeded:tasks?n=3&name=test"
+    held_out = "turnwise.envs.library.seeded:tasks?n=3&name=test"
     evaluated = run(tmp_path, "eval", "--model", last, "-n", "2", "--no-greedy", "--tasks", held_out)
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "success" in evaluated.stdout
@@ -112,7 +112,7 @@ def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_pat
 
 def test_the_same_run_by_the_command_line(model: Path, tmp_path: Path) -> None:
     command = ["-m", "turnwise", "train", "--env", f"{ENV}:Dice", "--model", str(model)]
-    done = started(tmp_path, *command, "--tasks", "turnwise.envs.seeded:tasks?n=4", "--dry-run")
+    done = started(tmp_path, *command, "--tasks", "turnwise.envs.library.seeded:tasks?n=4", "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "dice: this run can start" in done.stdout
     assert not (tmp_path / "runs").exists()

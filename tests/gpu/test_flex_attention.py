@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turnwise.trainer.attention import _by_paths
-from turnwise.trainer.flex_attention import flex_tree_attention
-from turnwise.trainer.layout import PackedLayout
+from turnwise.trainer.model.attention import _by_paths, flex_tree_attention
+from turnwise.trainer.model.layout import PackedLayout
 
 pytestmark = [
     pytest.mark.gpu,

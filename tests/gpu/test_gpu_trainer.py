@@ -10,12 +10,12 @@ import torch
 import transformers
 
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.config import BatchConfig, PolicyConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.packing import TrainRow, pack
-from turnwise.trainer.policy import ComputeDtype, load_model
-from turnwise.trainer.update import update_policy
-from turnwise.trainer.vocabulary import LogitTransform, score_states
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.config.train import BatchConfig, PolicyConfig
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
+from turnwise.trainer.model.policy import ComputeDtype, load_model
 from turnwise.trajectory import TrainSample
 
 DEVICE = "cuda"

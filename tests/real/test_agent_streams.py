@@ -13,7 +13,7 @@ import pytest
 from support.caged_agents import Left, caged, call, says
 from support.real_programs import claude, codex
 from support.stumbling_client import Cut, Stumble
-from turnwise.inference.gateway.config import GatewayLimits
+from turnwise.gateway.config import GatewayLimits
 from turnwise.types import ToolCall
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]

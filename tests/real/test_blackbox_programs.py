@@ -19,7 +19,7 @@ from support import real_black_boxes
 from support.audited import train_once
 from support.caged_agents import ROOT, program
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import to_samples
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]

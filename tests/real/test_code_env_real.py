@@ -13,8 +13,8 @@ from support.boxes import answered, fenced, some_boxes
 from support.code_cheats import FUNCTION_CHEATS, KILLER, PROGRAM_CHEATS, rows
 from support.toy_renderer import ToyRenderer
 from turnwise.envs import EnvSpec, check_env
-from turnwise.envs.code import CodeEnv, row, tasks
 from turnwise.envs.core import invoke
+from turnwise.envs.library.code import CodeEnv, row, tasks
 from turnwise.envs.solution import play_solution
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig

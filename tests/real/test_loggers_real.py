@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.lookup_run import environment
-from turnwise.trainer.run_directory import RunDirectory
+from turnwise.trainer.run.directory import RunDirectory
 
 pytestmark = pytest.mark.real
 

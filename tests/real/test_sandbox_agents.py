@@ -17,13 +17,13 @@ from support.audited import train_once
 from support.caged_agents import program
 from support.chat_models import renderer_for
 from support.docker_engine import PYTHON, engine
-from turnwise.envs.swe import tasks
-from turnwise.inference.ledger import LedgerClient
+from turnwise.envs.library.swe import rows as tasks
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
+from turnwise.rollout.records import TrajectoryWriter, read_trajectories
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
-from turnwise.rollout.writer import TrajectoryWriter, read_trajectories
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tasks import Task
 from turnwise.trajectory import to_samples

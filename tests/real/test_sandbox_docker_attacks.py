@@ -15,7 +15,7 @@ from support.opened_docker import OpenedDocker
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxSpec, archives
 from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.docker import DockerBackend, commands, scripts
-from turnwise.sandboxes.docker.ending import Endings
+from turnwise.sandboxes.docker.commands import Endings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 

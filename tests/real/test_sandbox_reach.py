@@ -22,7 +22,7 @@ from support.chat_models import renderer_for
 from support.docker_engine import PYTHON, engine
 from support.open_doors import OpenContainers, OpenDoors
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.checker.attacks import ATTACKS
 from turnwise.sandboxes.config import SandboxConfig

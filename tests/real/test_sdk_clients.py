@@ -17,7 +17,7 @@ from support.caged_agents import ROOT, caged, call, program, says
 from support.chat_models import renderer_for
 from support.sdk_scripts.sums import DESCRIPTION, QUESTION, SCHEMA, SYSTEM
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Segment
 from turnwise.types import ToolSchema
 

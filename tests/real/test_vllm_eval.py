@@ -12,8 +12,8 @@ import torch
 
 from support.lookup_run import Turnwise, lines, silent
 from turnwise.inference.vllm import VLLMReplica
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
+from turnwise.rollout.records import read_trajectories
+from turnwise.trainer.observe.audit import audit_run
 from turnwise.trajectory import Trajectory
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
@@ -22,7 +22,7 @@ TIE = 1e-3
 
 
 def evaluate(checkpoint: Path, out: Path, *more: str) -> dict[str, Any]:
-    tasks = f"turnwise.envs.lookup:tasks?n={TASKS}&split=test"
+    tasks = f"turnwise.envs.library.lookup:tasks?n={TASKS}&split=test"
     command = ("eval", "lookup", "-m", str(checkpoint), "-t", tasks, "-n", "2", "-o", str(out))
     limits = ("rollout.max_turns=4", "rollout.max_tokens_per_turn=48")
     with Turnwise(out.with_suffix(".log"), *command, *limits, *more) as process:

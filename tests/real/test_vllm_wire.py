@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from support.greedy import CLOSE, GREEDY, builtin_greedy, check_greedy, conversations, greedy, logits, prompts
+from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RequestRefused
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.control import ControlRoutes
-from turnwise.inference.core import TensorEntry, WeightManifest
-from turnwise.inference.generate_request import encode_request
-from turnwise.inference.renderer import load_renderer
+from turnwise.inference.process import ControlRoutes
 from turnwise.inference.vllm import VLLMReplica
-from turnwise.inference.wire import GENERATE
+from turnwise.inference.wire import GENERATE, encode_request
+from turnwise.model.core import TensorEntry, WeightManifest
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt, as_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]

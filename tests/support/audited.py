@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from turnwise.rollout.audit import AuditReport, audit_files
-from turnwise.rollout.batches import BatchWriter
-from turnwise.rollout.writer import TrajectoryWriter, read_trajectories
+from turnwise.rollout.records import BatchWriter, TrajectoryWriter, read_trajectories
 from turnwise.trajectory import Trajectory, to_samples
 
 

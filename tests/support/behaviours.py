@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from support import audited
-from turnwise.inference.core import Renderer
-from turnwise.inference.ledger import LedgerClient, read_ledger
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.model.core import Renderer
+from turnwise.recorder.ledger import LedgerClient, read_ledger
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from support.chat_models import renderer_for
-from turnwise.envs.lookup import LookupEnv, table
+from turnwise.envs.library.lookup import LookupEnv, table
 from turnwise.errors import EnvError
-from turnwise.inference.core import LLMClient
 from turnwise.inference.scripted import Script, ScriptedClient
+from turnwise.model.core import LLMClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task

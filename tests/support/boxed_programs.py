@@ -6,7 +6,7 @@ import socket
 from typing import Any, ClassVar
 
 from turnwise.envs.core import ResetResult
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.library.lookup import LookupEnv
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend

@@ -25,13 +25,12 @@ import uvicorn
 from support import loopback_only
 from support.chat_models import renderer_for
 from support.stumbling_client import Cut, Stumble, StumblingClient, cutting
-from turnwise.inference.core import Renderer
-from turnwise.inference.gateway.app import GatewayApp
-from turnwise.inference.gateway.sessions import GatewayLimits, Sessions
-from turnwise.inference.gateway.settings import SessionSettings
-from turnwise.inference.ledger import LedgerClient, read_ledger
+from turnwise.gateway.app import GatewayApp
+from turnwise.gateway.sessions import GatewayLimits, Sessions, SessionSettings
 from turnwise.inference.scripted import Line, Script, ScriptedClient, ScriptedRequest
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.model.core import Renderer
+from turnwise.recorder.ledger import LedgerClient, read_ledger
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, SamplingParams, ToolCall

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from turnwise.inference.renderer import TEMPLATES, TemplateRenderer, load_renderer, shipped_templates
+from turnwise.chat.renderer import TEMPLATES, TemplateRenderer, load_renderer, shipped_templates
 
 SPLIT = "|".join(
     [

@@ -10,9 +10,9 @@ import numpy as np
 
 from support.audited import assert_sound
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.inference.core import Renderer
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import Line, ScriptedClient, ScriptedRequest
+from turnwise.model.core import Renderer
+from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.lookup_run import GROUPS, MEMBERS, silent
-from turnwise.rollout.batches import Batches, read_batches
-from turnwise.rollout.journal_lines import read_journal
-from turnwise.rollout.writer import read_trajectories
-from turnwise.trainer.audit import audit_run
+from turnwise.rollout.journal.state import read_journal
+from turnwise.rollout.records import Batches, read_batches, read_trajectories
+from turnwise.trainer.observe.audit import audit_run
 
 Member = tuple[str, int]
 

@@ -24,12 +24,12 @@ from typing import Any, Final
 import psutil
 
 from support.lookup_envs import Graded
-from turnwise import append
+from turnwise import append_file as append
 from turnwise.agents.react import ReActAgent
 from turnwise.errors import ToolError
 from turnwise.tools.core import function_tool
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.hooks import Hooks
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.run.hooks import Hooks
 
 RESET, MID_TOOL, MID_GENERATION = "reset", "mid-tool", "mid-generation"
 MID_STEP, MID_SYNC, MID_CHECKPOINT, MID_JOURNAL = "mid-step", "mid-sync", "mid-checkpoint", "mid-journal"
@@ -62,7 +62,7 @@ def listening(server: psutil.Process) -> int | None:
 
 
 def _engine() -> psutil.Process | None:
-    return next((each for each in children("turnwise.inference.server") if listening(each)), None)
+    return next((each for each in children("turnwise.engine.server") if listening(each)), None)
 
 
 def _sandboxes() -> psutil.Process | None:

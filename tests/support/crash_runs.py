@@ -26,7 +26,7 @@ from support.lookup_run import Turnwise, gone, lines, train_config, training, wa
 from support.remote_runs import make_key, remote_rollout, runner
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.local import LocalBackend
-from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.config.train import TrainConfig
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},

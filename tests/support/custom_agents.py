@@ -9,7 +9,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from turnwise.agents import Episode, rollout
-from turnwise.agents.lightning import LLM, LitAgent, Rollout
+from turnwise.compat.lightning import LLM, LitAgent, Rollout
 from turnwise.types import ToolCall
 
 NAMES = ("loop", "proxied", "silent")

@@ -12,7 +12,7 @@ import torch
 import turnwise
 from support.lookup_envs import Graded
 from turnwise.trainer.algorithms.losses import LossSums, ppo_clip_loss
-from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.learn.torch_learner import TorchLearner
 
 FAILS: list[int] = []
 """The updates of this process that fail, by their number, from 1."""

@@ -15,18 +15,17 @@ import uvicorn
 
 from support.audited import assert_sound
 from support.chat_models import renderer_for
-from turnwise.inference.core import LLMClient
-from turnwise.inference.gateway.app import GatewayApp
-from turnwise.inference.gateway.config import GatewayLimits
-from turnwise.inference.gateway.core import Abilities
-from turnwise.inference.gateway.sessions import Sessions
-from turnwise.inference.gateway.settings import SessionSettings
-from turnwise.inference.http_guard import guarded
+from turnwise.chat.renderer import TemplateRenderer
+from turnwise.gateway.app import GatewayApp
+from turnwise.gateway.config import GatewayLimits
+from turnwise.gateway.dialects.core import Abilities
+from turnwise.gateway.http_guard import guarded
+from turnwise.gateway.sessions import Sessions, SessionSettings
 from turnwise.inference.http_process import bind
-from turnwise.inference.ledger import LedgerClient
-from turnwise.inference.renderer import TemplateRenderer
 from turnwise.inference.scripted import Line, Script, ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.model.core import LLMClient
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, ToolSchema
 

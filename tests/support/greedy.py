@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from support.vllm_server import right_conversations
+from turnwise.chat.renderer import load_renderer
 from turnwise.inference.builtin import BuiltinReplica
-from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.renderer import load_renderer
+from turnwise.model.canonical import canonical_messages
 from turnwise.types import Completion, SamplingParams, TokenIds, TokenPrompt, ToolSchema, as_ids
 
 CLOSE = 1e-4

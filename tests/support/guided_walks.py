@@ -13,8 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from support.chat_models import FAMILIES, model_dir, renderer_for
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.guided import Guides
+from turnwise.engine.structured_output import Guides
+from turnwise.model.canonical import canonical_messages
 from turnwise.types import Guide, Message, TokenIds, ToolSchema, as_ids, text_of
 
 TOOLS = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from turnwise.trainer.engines.torch import TorchLearner
+from turnwise.trainer.learn.torch_learner import TorchLearner
 
 
 @dataclass

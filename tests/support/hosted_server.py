@@ -14,12 +14,11 @@ import uvicorn
 from aiohttp import web
 
 from support.gateway_server import ADMIN, ADMIN_HEADERS
-from turnwise.inference.gateway.config import GatewayLimits
-from turnwise.inference.gateway.hosted import HostedApp
-from turnwise.inference.gateway.hosted_config import HostedConfig, base_url
-from turnwise.inference.gateway.hosted_endpoint import Endpoint
-from turnwise.inference.gateway.hosted_session import TextSession, TextSettings
-from turnwise.inference.gateway.sessions import Sessions
+from turnwise.gateway.config import GatewayLimits
+from turnwise.gateway.proxy.app import HostedApp
+from turnwise.gateway.proxy.endpoint import Endpoint, HostedConfig, base_url
+from turnwise.gateway.proxy.session import TextSession, TextSettings
+from turnwise.gateway.sessions import Sessions
 from turnwise.inference.http_process import bind
 from turnwise.trajectory import Trajectory
 

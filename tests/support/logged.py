@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loggers.core import LoggedRun
-from turnwise.trainer.loggers.run_log import RunLog
-from turnwise.trainer.run_directory import RunDirectory, config_digest
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.loggers.core import LoggedRun
+from turnwise.trainer.observe.loggers.run_log import RunLog
+from turnwise.trainer.run.directory import RunDirectory, config_digest
 
 ESTIMATE = {"mean": 0.25, "stderr": None, "episodes": 4, "tasks": 4}
 EVAL = {

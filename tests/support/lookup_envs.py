@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.library.lookup import LookupEnv
 
 # Episodes that began in this process, by gate or key.
 _BEGUN: Counter[str] = Counter()

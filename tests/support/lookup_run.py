@@ -30,8 +30,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from support.warm import WarmPopen, started_by
 from turnwise.config import dump_config
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.sft import run_sft
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lookup"
@@ -131,7 +131,7 @@ def train_config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
         "runs": runs,
         "steps": 2,
         "seed": 3,
-        "tasks": "turnwise.envs.lookup:tasks?n=7&split=train",
+        "tasks": "turnwise.envs.library.lookup:tasks?n=7&split=train",
         "policies": {"main": {"model": {"path": model, "threads": 1}, "optim": {"lr": 1e-3}}},
         "rollout": {
             "env": {"name": "support.lookup_envs:Graded"},
@@ -199,7 +199,7 @@ class Turnwise(WarmPopen):
 
     def servers(self) -> list[psutil.Process]:
         """Return the inference servers that it started."""
-        return [child for child in self.children() if "turnwise.inference.server" in child.cmdline()]
+        return [child for child in self.children() if "turnwise.engine.server" in child.cmdline()]
 
 
 def training(config: TrainConfig) -> Turnwise:

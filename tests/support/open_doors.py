@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from support.chat_models import renderer_for
-from turnwise.inference.gateway.local import Door, LocalGateway
+from turnwise.gateway.local import Door, LocalGateway
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.sandboxes.core import Sandbox, SandboxBackend, SandboxSpec
 from turnwise.sandboxes.docker import DockerBackend
 from turnwise.sandboxes.local import LocalBackend

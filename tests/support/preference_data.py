@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from support.chat_models import build_model_dir
-from turnwise.inference.core import Renderer
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
-from turnwise.rollout.writer import TrajectoryWriter
+from turnwise.model.core import Renderer
+from turnwise.recorder.session import Session, SessionLimits
+from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Trajectory
 from turnwise.types import Message
 

@@ -23,13 +23,13 @@ from typing import Any
 
 from support.chat_models import renderer_for
 from turnwise.envs.core import ResetResult
-from turnwise.envs.lookup import table
+from turnwise.envs.library.lookup import table
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
+from turnwise.rollout.records import TrajectoryWriter
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
-from turnwise.rollout.writer import TrajectoryWriter
 from turnwise.tasks import Task
 from turnwise.types import Message, ToolCall
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.lookup_run import Turnwise
-from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.config.train import TrainConfig
 
 
 def remote_rollout(runs: Path) -> dict[str, Any]:

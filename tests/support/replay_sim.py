@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from turnwise.rollout.admission import Admission
 from turnwise.rollout.core import BatchRef, RolloutRequest
-from turnwise.rollout.journal import Journal
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import GroupFacts, Strategy
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.setup import Admission
+from turnwise.rollout.replay.strategies import GroupFacts, Strategy
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 

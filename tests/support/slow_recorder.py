@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.inference.canonical import Canonical, CanonicalCall
-from turnwise.inference.core import Renderer
+from turnwise.model.canonical import Canonical, CanonicalCall
+from turnwise.model.core import Renderer
 from turnwise.types import ToolCall, ToolSchema
 
 

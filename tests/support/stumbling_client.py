@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.errors import InferenceError
-from turnwise.inference.core import Renderer
 from turnwise.inference.scripted import Line, ScriptedClient, ScriptedRequest
+from turnwise.model.core import Renderer
 from turnwise.types import SamplingParams, TokenDelta, TokenPrompt
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.errors import GuideRefused
-from turnwise.inference.canonical import Canonical, canonical_messages
-from turnwise.inference.template_args import TemplateArguments
+from turnwise.model.canonical import Canonical, TemplateArguments, canonical_messages
 from turnwise.types import Guide, Message, TokenIds, ToolCall, ToolSchema
 
 END, THINK, THINK_END, CALL, CALL_END, TOOLS = 1, 2, 3, 4, 5, 6

@@ -13,7 +13,7 @@ import pytest
 
 from support.lookup_run import MODEL, example, silent
 from turnwise.inference.vllm import VLLMConfig
-from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
 
 ROOT = Path(__file__).parents[2]

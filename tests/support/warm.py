@@ -152,7 +152,7 @@ def program(argv: Sequence[str | os.PathLike[str]]) -> list[str] | None:
 
 def _starts_servers(argv: Sequence[str]) -> bool:
     if argv[0] == "-m":
-        return argv[1] in ("turnwise", "turnwise.inference.gateway.server")
+        return argv[1] in ("turnwise", "turnwise.gateway.server")
     return argv[0] != "-c" or any(name in argv[1] for name in ("RewardModel", "Replica"))
 
 

@@ -29,10 +29,10 @@ import numpy
 
 # What a server, a training run, an evaluation and a gateway import by the time that they work.
 IMPORTED = (
-    "turnwise.cli", "turnwise.trainer.train", "turnwise.trainer.audit", "turnwise.trainer.offline.sft",
-    "turnwise.trainer.loops.configured", "turnwise.evaluation.standalone", "turnwise.inference.causal_lm",
-    "turnwise.inference.server", "turnwise.inference.reward_server", "turnwise.inference.gateway.server",
-    "turnwise.rollout.remote", "turnwise.envs.lookup",
+    "turnwise.cli", "turnwise.trainer.run.train", "turnwise.trainer.observe.audit", "turnwise.trainer.offline.sft",
+    "turnwise.trainer.loops.modes", "turnwise.evaluation.runner", "turnwise.engine.causal_lm",
+    "turnwise.engine.server", "turnwise.engine.reward_model", "turnwise.gateway.server",
+    "turnwise.rollout.remote", "turnwise.envs.library.lookup",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto", "torch._dynamo", "torch.distributed.tensor",
     "uvicorn.protocols.http.httptools_impl", "uvicorn.lifespan.off", "uvicorn.loops.uvloop", "uvloop", "llguidance.hf",

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from support.behaviours import OTHER, TOOL, check_against_ledger
 from support.slow_recorder import SlowRecorder
 from turnwise.errors import InferenceError, RenderError
-from turnwise.inference.core import LLMClient, ModelInfo, Renderer
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.model.core import LLMClient, ModelInfo, Renderer
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
 from turnwise.types import Completion, SamplingParams, ToolCall, ToolSchema
 

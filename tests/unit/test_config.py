@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
-from turnwise.config import (
-    ConfigPath,
-    ConfigReference,
-    ConfigSource,
-    dump_config,
-    load_config,
-    parse_overrides,
-)
+from turnwise.config import ConfigPath, ConfigReference, ConfigSource, dump_config, load_config, parse_overrides
 from turnwise.errors import ConfigError
 
 

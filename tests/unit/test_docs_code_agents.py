@@ -10,12 +10,12 @@ import yaml
 from support.boxes import called, some_boxes
 from support.pages import blocks, section
 from turnwise.envs.core import invoke
-from turnwise.tools.apply_patch import ApplyPatchConfig
 from turnwise.tools.config import ToolsConfig
-from turnwise.tools.editor import EditorConfig
-from turnwise.tools.python import PythonConfig
-from turnwise.tools.registry import SHIPPED
-from turnwise.tools.shell import ShellConfig
+from turnwise.tools.core import SHIPPED
+from turnwise.tools.sandboxed.editor import EditorConfig
+from turnwise.tools.sandboxed.patches import ApplyPatchConfig
+from turnwise.tools.sandboxed.python import PythonConfig
+from turnwise.tools.sandboxed.shell import ShellConfig
 
 TEXT = section("tools.md", "Sandbox tools")
 CONFIGS: dict[str, Any] = {

@@ -12,9 +12,9 @@ import pytest
 from support.chat_models import renderer_for
 from support.gateway_server import ADMIN_HEADERS, serving
 from turnwise.agents.registry import register_agent
+from turnwise.gateway.config import GatewayConfig, GatewayLimits
+from turnwise.gateway.sessions import SETTINGS
 from turnwise.inference.config import RendererConfig
-from turnwise.inference.gateway.config import GatewayConfig, GatewayLimits
-from turnwise.inference.gateway.settings import SETTINGS
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec

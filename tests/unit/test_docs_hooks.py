@@ -8,9 +8,9 @@ import yaml
 
 import turnwise
 from support.pages import blocks, section
-from turnwise.rollout.replay_config import ReplayConfig
-from turnwise.tasks.curriculum import CurriculumConfig
-from turnwise.trainer.hooks import CALLS
+from turnwise.rollout.replay.config import ReplayConfig
+from turnwise.tasks.order import CurriculumConfig
+from turnwise.trainer.run.hooks import CALLS
 
 PAGE = section("extending.md", "Hooks")
 

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from support.pages import DOCS, ROOT, anchors, blocks, links, section
 from turnwise.cli.app import app
-from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.config.train import TrainConfig
 
 PAGES = [
     *sorted(DOCS.rglob("*.md")),

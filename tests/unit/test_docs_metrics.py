@@ -8,8 +8,8 @@ import turnwise
 from support.pages import blocks, page, section
 from turnwise.agents.functions import RolloutFunction
 from turnwise.trainer.algorithms.custom_algorithm import as_algorithm
-from turnwise.trainer.diagnostics.warnings import RULES
-from turnwise.trainer.metrics import METRICS
+from turnwise.trainer.observe.metrics import METRICS
+from turnwise.trainer.observe.warnings import RULES
 
 PAGE = page("metrics.md")
 API = section("training.md", "Training from Python")

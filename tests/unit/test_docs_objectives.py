@@ -15,10 +15,9 @@ import turnwise
 from support.pages import blocks as blocks_of
 from support.pages import section
 from turnwise.config import load_config
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.offline.config import DPOConfig, PairingConfig, RewardModelConfig, SFTConfig
-from turnwise.trainer.offline.demonstrations import load_demonstrations
-from turnwise.trainer.offline.preferences import load_preferences
+from turnwise.trainer.config.offline import DPOConfig, PairingConfig, RewardModelConfig, SFTConfig
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.offline.preferences import load_demonstrations, load_preferences
 from turnwise.trajectory import TrainSample
 from turnwise.types import as_ids
 

@@ -15,7 +15,7 @@ from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs import SingleTurnEnv, invoke, make
 from turnwise.envs.rewards import loading
-from turnwise.envs.rewards.parts import GIVEN
+from turnwise.envs.rewards.core import GIVEN
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.tasks import Task

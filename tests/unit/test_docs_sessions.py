@@ -11,8 +11,8 @@ import pytest
 from support.chat_models import renderer_for
 from support.pages import blocks, section
 from turnwise.agents import context
-from turnwise.inference import forks, token_session
-from turnwise.inference.echo import EchoPolicy, ReasoningPolicy
+from turnwise.recorder import forks, token_session
+from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.rollout.config import RolloutConfig
 
 TEXT = section("agents.md", "Sessions")

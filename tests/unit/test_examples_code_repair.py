@@ -13,7 +13,7 @@ import pytest
 
 from turnwise.envs import invoke
 from turnwise.envs.solution import play_solution, tool_call
-from turnwise.references import load_object
+from turnwise.plugins import load_object
 from turnwise.sandboxes import SandboxManager
 from turnwise.tasks import Task
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from support.chat_models import model_dir
 from turnwise.config import load_config
 from turnwise.evaluation.config import EvalConfig
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.dry_run import dry_run
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.plan import dry_run
 
 HERE = Path(__file__).parents[2] / "examples" / "swe"
 
@@ -21,7 +21,7 @@ async def test_a_run_on_the_shipped_rows_can_start(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 40_960}))
     # A dry run looks for weights and reads none.
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    rows = "turnwise.envs.swe:tasks?n=2"
+    rows = "turnwise.envs.library.swe:tasks?n=2"
     given = [f"policies.main.model.path={model}", f"runs={tmp_path}/runs", f"tasks={rows}", f"eval.tasks={rows}"]
     config = load_config(TrainConfig, [HERE / "train.yaml", HERE / "shipped.yaml"], given)
     assert (config.rollout.sandbox.name, config.rollout.sandbox.config) == ("local", {})

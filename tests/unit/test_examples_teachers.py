@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.envs import calculator, lookup
+from turnwise.envs.library import calculator, lookup
 from turnwise.tools.arithmetic import evaluate, read_number
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

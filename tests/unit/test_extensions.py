@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from turnwise import extensions
+from turnwise import plugins as extensions
 from turnwise.cli import main
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.extensions import CHOSEN, MODULES, load_extensions
+from turnwise.plugins import CHOSEN, MODULES, load_extensions
 from turnwise.trainer.algorithms.advantages import ADVANTAGES, register_advantage
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses import LOSSES, Loss, LossSums, find_loss, ppo_clip_loss, register_loss
@@ -42,7 +42,7 @@ def package(folder: Path, name: str, code: str, *, entry: str | None = None) -> 
         info = folder / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[turnwise.extensions]\n{name} = {entry}\n")
+        (info / "entry_points.txt").write_text(f"[turnwise.plugins]\n{name} = {entry}\n")
     sys.path.insert(0, str(folder))
 
 

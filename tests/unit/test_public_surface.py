@@ -46,8 +46,8 @@ def test_what_differs_is_told_and_where_it_stands_is_not(surface: ModuleType) ->
 
 
 def test_modules_are_no_part_of_a_name(surface: ModuleType) -> None:
-    assert surface.plain("turnwise.trainer.config.TrainConfig | None") == "TrainConfig | None"
-    assert surface.plain("turnwise.envs.lookup:LookupEnv") == "LookupEnv"
+    assert surface.plain("turnwise.trainer.config.train.TrainConfig | None") == "TrainConfig | None"
+    assert surface.plain("turnwise.envs.library.lookup:LookupEnv") == "LookupEnv"
     assert surface.plain("<function f at 0x7f00>") == "<function f>"
 
 
@@ -71,7 +71,7 @@ def test_the_shape_of_a_file_of_lines(surface: ModuleType, tmp_path: Path) -> No
 
 
 def test_keys_of_a_configuration_are_told_by_their_path(surface: ModuleType) -> None:
-    from turnwise.trainer.config import TrainConfig
+    from turnwise.trainer.config.train import TrainConfig
 
     keys = dict(surface.config_keys(TrainConfig, ""))
     assert keys["steps"] != keys["seed"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.errors import ConfigError
-from turnwise.references import load_class_from_fqn, load_object, place_of
+from turnwise.plugins import load_class_from_fqn, load_object, place_of
 
 
 def write(folder: Path, text: str, name: str) -> Path:

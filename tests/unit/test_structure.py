@@ -121,7 +121,7 @@ def test_a_small_file_with_one_importer_is_found() -> None:
         ("turnwise/inference/vllm_side/serve.py", "", True),
         ("turnwise/a/b.py", 'if __name__ == "__main__":\n    main()\n', True),
         ("turnwise/a/b.py", "x = 1\n", False),
-        ("turnwise/envs/lookup.py", "", False),
+        ("turnwise/envs/library/lookup.py", "", False),
     ],
 )
 def test_contracts_entry_points_and_what_runs_elsewhere_may_be_small(path: str, text: str, may: bool) -> None:
@@ -228,7 +228,7 @@ def test_every_package_that_needs_no_torch_is_forbidden_to_import_it(tree: Tree)
     forbidden = {contract["type"]: contract for contract in tree.contracts}["forbidden"]["source_modules"]
     covered = {each for module in forbidden for each in (module, *graph.find_descendants(module))}
     # Above the rooms without torch, or run by vLLM in a process of its own.
-    above = ("turnwise.trainer", "turnwise.cli", "turnwise.__main__", "turnwise.inference.vllm_side")
+    above = ("turnwise.trainer", "turnwise.cli", "turnwise.__main__", "turnwise.engine.vllm_side")
     own = {module for module in graph.modules if module.startswith("turnwise.") and not module.startswith(above)}
     packages = {each for each in own if graph.find_children(each) or each.count(".") == 1}
     needing = graph.find_downstream_modules("torch")
@@ -243,7 +243,7 @@ FOREIGN_ATTRIBUTES = {
     "_asdict",  # how a named tuple of the user's is told from a tuple
     *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
     "_base_executable",  # the interpreter that a virtual environment was made from, in CPython
-    # What objects of pytest have, of one version or another (envs/swe/guard/plugin.py).
+    # What objects of pytest have, of one version or another (envs/library/swe/guard/plugin.py).
     *("__file__", "__func__", "_excinfo", "get_hookimpls", "wasxfail"),
     *("function", "cls", "module", "pytestmark", "_fixtureinfo", "name2fixturedefs", "__mro__", "__dict__"),
 }

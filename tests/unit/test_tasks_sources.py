@@ -224,7 +224,7 @@ class TestSource:
 
 def _split_of(name: str, config: SourceConfig) -> bool:
     from turnwise.tasks.reader import TaskReader
-    from turnwise.tasks.rows import Row
+    from turnwise.tasks.sources import Row
 
     # A reader of one row in memory, without a file for each example.
     reader = TaskReader(config.model_copy(update={"source": "support.task_rows:endless"}))
@@ -327,7 +327,7 @@ class TestErrors:
             load_tasks(path)
 
     def test_an_iterator_is_read_once(self) -> None:
-        from turnwise.tasks.rows import IterableRows
+        from turnwise.tasks.sources import IterableRows
 
         rows = IterableRows(iter([{"prompt": "p"}]))
         assert len(list(rows.read())) == 1

@@ -80,7 +80,7 @@ def test_what_carries_a_warm_process_leaves_none() -> None:
 
 
 def test_only_what_is_the_same_is_forked(tmp_path: Path) -> None:
-    assert program([sys.executable, "-m", "turnwise.inference.server", "x"]) == ["-m", "turnwise.inference.server", "x"]
+    assert program([sys.executable, "-m", "turnwise.engine.server", "x"]) == ["-m", "turnwise.engine.server", "x"]
     assert program([sys.executable, "-m", "pytest"]) is None
     assert program([sys.executable, "-I", "-m", "turnwise"]) is None
     assert program([sys.executable, "-c", "import json"]) is None

@@ -1,37 +1,182 @@
-"""The contract of agents: what runs in an episode, and what it is given.
-
-Owns: :class:`Agent` and :class:`Episode`. Refuses: resetting and closing environments, catching errors and making
-trajectories (``rollout/runner.py``), and the names of agents (``registry.py``).
-"""
+"""The contract of agents: what runs in an episode, and what it is given."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar, cast
 
-from turnwise.agents.limits import EpisodeLimits as EpisodeLimits
-from turnwise.agents.recorded import recorded_turns
-from turnwise.agents.rewards import Reward as Reward
-from turnwise.agents.rewards import finite
 from turnwise.agents.roles import TRAINED, check_name
-from turnwise.agents.room import fit_messages, room_for_answers
-from turnwise.agents.states import first_state, note_state
 from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetSpent, EnvError, SandboxError, TurnwiseError
-from turnwise.inference.session import Session
+from turnwise.recorder.session import Session
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.tasks import Task
-from turnwise.tools.response import call_counts
+from turnwise.tools.response import CountTokens, OutputLimit, call_counts
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
-    from turnwise.inference.gateway.local import Door
+    from turnwise.gateway.local import Door
     from turnwise.tools.response import ToolResponse
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """What an agent may use; the session and the runner enforce it.
+
+    Attributes:
+        max_turns: Model calls per session.
+        max_tokens_per_turn: Tokens of one completion, None up to the context.
+        context_length: Tokens of prompt and completion together.
+    """
+
+    max_turns: int
+    max_tokens_per_turn: int | None
+    context_length: int
+
+
+async def recorded_turns(session: Session) -> list[str]:
+    """Return the ids of the turns that a session of this process has recorded, in order."""
+    return [each.turn_id for each in session.segments(messages=False) if each.sampled and each.turn_id is not None]
+
+
+States: TypeAlias = dict[tuple[str, str | None], str]
+"""The state after a turn, by session and turn id; the id is None for the one that the session begins in."""
+
+
+def first_state(info: Mapping[str, Any]) -> States:
+    """Return what ``reset`` said, for the session that moves first."""
+    state = _named(info)
+    return {} if state is None else {(info.get("turn") or "main", None): state}
+
+
+def note_state(
+    states: States, info: Mapping[str, Any], agent: str, turn: str | None, last_turn: Callable[[str], str | None]
+) -> None:
+    """Note what a step said, for the session that moves next.
+
+    Args:
+        states: What is known so far; added to.
+        info: What the step returned.
+        agent: The session whose message it was.
+        turn: Its turn; without one nothing is noted.
+        last_turn: Tells the last turn of another session, None where it had none.
+    """
+    state, mover = _named(info), info.get("turn") or agent
+    if state is not None and turn is not None:
+        states[mover, turn if mover == agent else last_turn(mover)] = state
+
+
+def _named(info: Mapping[str, Any]) -> str | None:
+    """Return a name; what is no text and no whole number is the environment's own affair."""
+    state = info.get("state")
+    return str(state) if isinstance(state, (str, int)) and not isinstance(state, bool) else None
+
+
+MARKUP: Final = 64
+"""Tokens that are reckoned for what a chat template writes around one message, in a context of at least 1,024."""
+_ANSWER_SHARE: Final = 8
+
+
+def room_for_answers(room: int, context_length: int, max_tokens_per_turn: int | None, answers: int) -> int:
+    """Return how many tokens the texts of answers may take together.
+
+    Args:
+        room: Tokens left of the context behind the turn that called.
+        context_length: Tokens of prompt and completion together.
+        max_tokens_per_turn: Tokens of one completion. As many are kept free for the next one, but at most an eighth of
+            the context.
+        answers: How many answers there are.
+    """
+    eighth = max(1, context_length // _ANSWER_SHARE)
+    markup = min(MARKUP, context_length // 16)
+    return room - min(max_tokens_per_turn or eighth, eighth) - markup * (answers + 1)
+
+
+def fitted(texts: Sequence[str], room: int, count_tokens: CountTokens) -> list[str]:
+    """Return texts that take at most ``room`` tokens together: shorter ones whole, longer ones cut to equal shares.
+
+    Args:
+        texts: Any texts.
+        room: Tokens. Where it is not even one for each text, nothing is cut: the context is full.
+        count_tokens: Counts the tokens of a text.
+    """
+    # No text has more tokens than bytes (a prefix aside, which the markup covers): nearly always nothing is counted.
+    if room < len(texts) or sum(len(text.encode("utf-8", "replace")) for text in texts) <= room:
+        return list(texts)
+    sizes = [count_tokens(text) for text in texts]
+    if sum(sizes) <= room:
+        return list(texts)
+    found = list(texts)
+    left = room
+    for number, index in enumerate(sorted(range(len(texts)), key=sizes.__getitem__)):
+        share = left // (len(texts) - number)
+        if sizes[index] > share:
+            found[index] = OutputLimit(share, "tokens").cut(texts[index], count_tokens)
+            sizes[index] = share
+        left -= sizes[index]
+    return found
+
+
+def fit_messages(messages: Sequence[Message], room: int, count_tokens: CountTokens) -> tuple[list[Message], int]:
+    """Return messages whose tool answers fit (see :func:`fitted`), and how many of them were cut."""
+    places = [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "tool" and isinstance(message.get("content"), str)
+    ]
+    texts = [str(messages[index]["content"]) for index in places]
+    found: list[Message] = list(messages)
+    cut = 0
+    for index, before, after in zip(places, texts, fitted(texts, room, count_tokens), strict=True):
+        if after != before:
+            found[index] = {**messages[index], "content": after}
+            cut += 1
+    return found, cut
+
+
+@dataclass(slots=True)
+class Reward:
+    """A reward event: which session and turn it belongs to (None: to the episode), its name and value."""
+
+    agent: str
+    turn_id: str | None
+    name: str
+    value: float
+
+
+def finite(what: str, value: float) -> None:
+    """Refuse a number that is none.
+
+    Raises:
+        AgentError: It is not finite.
+    """
+    if not math.isfinite(value):
+        raise AgentError(f"{what} is {value}: it must be a finite number")
+
+
+def check_owners(rewards: Iterable[Reward], sessions: Collection[str]) -> None:
+    """See that every reward has a session whose trajectory holds it. Where there is none at all, that of ``main`` does.
+
+    Raises:
+        AgentError: A reward would be lost.
+    """
+    owners = set(sessions) or {"main"}
+    lost = [reward for reward in rewards if reward.agent not in owners and reward.value]
+    if lost:
+        held = ", ".join(sorted(sessions)) or "none"
+        raise AgentError(
+            f"the reward {lost[0].name!r} ({lost[0].value:g}) is for {lost[0].agent!r}, which has no session; the "
+            f"episode's sessions: {held}. Name one of them (info['agent_rewards'], ScoreParts(agents=...), "
+            "episode.note(agent=...)), or open a session for it with episode.session_for, also where it may never speak"
+        )
+
 
 T = TypeVar("T")
 OpenSession = Callable[[str, str], Session]

@@ -1,8 +1,4 @@
-"""What an agent's code says its episode was worth: while it runs, and by what it returns.
-
-Owns: :func:`emit_reward`, which code anywhere below an agent may call, and :func:`settle`, which reads a returned
-value. Refuses: rewards of environments; those are asked only where the agent gave none.
-"""
+"""What an agent's code says its episode was worth: while it runs, and by what it returns."""
 
 from __future__ import annotations
 

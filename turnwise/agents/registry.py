@@ -1,8 +1,4 @@
-"""Agents by name: classes, functions and whatever else makes agents.
-
-Owns: the names of agents, :func:`register_agent` and :func:`make_agent`. Refuses: which agent a task gets
-(``rollout/agents.py``).
-"""
+"""Agents by name: classes, functions and whatever else makes agents."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from turnwise.agents.core import Agent
 from turnwise.errors import AgentError, RegistryError, TurnwiseError
-from turnwise.references import load_object
+from turnwise.plugins import load_object
 
 
 @runtime_checkable
@@ -34,8 +30,8 @@ _AGENTS: dict[str, Registered | str] = {
     "blackbox": "turnwise.agents.blackbox:BlackBoxAgent",
     "langgraph": "turnwise.agents.langgraph:LangGraphAgent",
     "react": "turnwise.agents.react:ReActAgent",
-    "single_turn": "turnwise.agents.single_turn:SingleTurnAgent",
-    "turns": "turnwise.agents.turns:TurnsAgent",
+    "single_turn": "turnwise.agents.react:SingleTurnAgent",
+    "turns": "turnwise.agents.react:TurnsAgent",
 }
 
 

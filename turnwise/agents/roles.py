@@ -1,7 +1,5 @@
 """Names of agents within an episode, the roles that they play, and who is compared with whom.
 
-Owns: :func:`role_of`, :func:`check_name` and :func:`compared_within`. Refuses: knowing what any role does.
-
 A session's name says its role: ``solver`` and ``solver/0`` are of the role ``solver``, so an episode may have several
 sessions of one role.
 """

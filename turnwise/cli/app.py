@@ -1,9 +1,4 @@
-"""The application: which commands there are, and how errors reach a person.
-
-Owns: :func:`main`. A command is a file beside this one that calls one library function; it imports what it needs
-when it runs, so that ``--help`` is fast. Refuses: catching anything but this package's own errors; a bug shows its
-traceback.
-"""
+"""The application: which commands there are, and how errors reach a person."""
 
 from __future__ import annotations
 
@@ -13,25 +8,9 @@ from collections.abc import Sequence
 import typer
 
 from turnwise import __version__
-from turnwise.cli import (
-    audit,
-    check_env,
-    check_sandbox,
-    dpo,
-    evaluate,
-    export,
-    gateway,
-    mcp,
-    reward_model,
-    runner,
-    serve,
-    sft,
-    timeline,
-    train,
-    view,
-)
+from turnwise.cli import check, evaluate, inspect, serve, train
 from turnwise.errors import TurnwiseError
-from turnwise.extensions import load_extensions
+from turnwise.plugins import load_extensions
 
 app = typer.Typer(
     name="turnwise",
@@ -41,21 +20,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train.command)
-app.command("sft")(sft.command)
-app.command("dpo")(dpo.command)
-app.command("reward-model")(reward_model.command)
-app.command("eval")(evaluate.command)
-app.command("export")(export.command)
-app.command("serve")(serve.command)
-app.command("gateway")(gateway.command)
-app.command("runner")(runner.command)
-app.command("view")(view.command)
-app.command("audit")(audit.command)
-app.command("timeline")(timeline.command)
-app.command("check-env")(check_env.command)
-app.command("check-sandbox")(check_sandbox.command)
-app.command("mcp")(mcp.command)
+app.command("train")(train.train)
+app.command("sft")(train.sft)
+app.command("dpo")(train.dpo)
+app.command("reward-model")(train.reward_model)
+app.command("eval")(evaluate.evaluate)
+app.command("export")(train.export)
+app.command("serve")(serve.serve)
+app.command("gateway")(serve.gateway)
+app.command("runner")(serve.runner)
+app.command("view")(inspect.view)
+app.command("audit")(inspect.audit)
+app.command("timeline")(inspect.timeline)
+app.command("check-env")(check.check_env)
+app.command("check-sandbox")(check.check_sandbox)
+app.command("mcp")(serve.mcp)
 
 
 @app.command("version")

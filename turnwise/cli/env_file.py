@@ -1,8 +1,4 @@
-"""A file that holds an environment, as a program: ``python env.py eval|train|view|check``.
-
-Owns: :func:`main`, which turns such a command into one of ``turnwise``'s own. Refuses: options of its own; whatever
-stands behind the command goes to the ``turnwise`` command of that name.
-"""
+"""A file that holds an environment, as a program: ``python env.py eval|train|view|check``."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from turnwise.cli.train import env_name
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError
 
-_TASKS: Final = "turnwise.envs.seeded:tasks?n={n}&name={name}"
+_TASKS: Final = "turnwise.envs.library.seeded:tasks?n={n}&name={name}"
 _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
 
   eval   --model DIR   evaluate a model on this environment (turnwise eval)

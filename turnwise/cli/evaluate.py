@@ -11,7 +11,7 @@ import typer
 from turnwise.cli.options import Overrides
 
 
-def command(
+def evaluate(
     env: Annotated[
         str | None,
         typer.Argument(metavar="ENV", help="A registered name, pkg.mod:Class or file.py:Class.", show_default=False),
@@ -41,7 +41,7 @@ def command(
     """Evaluate a model on an environment: success with its standard error, turns, tool errors, ends."""
     from turnwise.config import load_config
     from turnwise.evaluation.config import EvalConfig
-    from turnwise.evaluation.standalone import run_eval
+    from turnwise.evaluation.runner import run_eval
 
     given = list(overrides or ())
     if env is not None and "=" in env:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from turnwise.cli.options import Overrides
+from turnwise.cli.options import FunctionTools, MCPServers, Overrides, ToolConfig, env_spec
+
+if TYPE_CHECKING:
+    from turnwise.tasks import Task, TaskSource
 
 
-def command(
+def serve(
     model: Annotated[Path, typer.Argument(help="A directory with a Hugging Face model.", show_default=False)],
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to bind.")] = None,
@@ -32,14 +37,14 @@ def command(
     if reward:
         settings = load_config(RewardServerConfig, overrides=given)
         _log_to_terminal(settings.log_level)
-        from turnwise.inference.reward_process import RewardServerSpec
-        from turnwise.inference.reward_server import serve_reward
+        from turnwise.engine.reward_model import serve_reward
+        from turnwise.inference.builtin import RewardServerSpec
 
         serve_reward(RewardServerSpec(model=model.absolute(), name=name, config=settings))
         return
     config = load_config(InferenceConfig, overrides=given)
     _log_to_terminal(config.log_level)
-    from turnwise.inference.server import ServerSpec, serve
+    from turnwise.engine.server import ServerSpec, serve
 
     serve(ServerSpec(model=model.absolute(), name=name, config=config))
 
@@ -47,3 +52,155 @@ def command(
 def _log_to_terminal(level: str) -> None:
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format=form)
+
+
+def gateway(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Directory of a Hugging Face model.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="A YAML file to begin with.")] = None,
+    url: Annotated[str | None, typer.Option("--url", help="A running server; MODEL then names its tokenizer.")] = None,
+    key_env: Annotated[
+        str | None,
+        typer.Option("--key-env", help="--url is a hosted endpoint: environment variable of its key."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Directory for trajectories, ledger and the admin key.")
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to bind.")] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The model's name; by default the directory's.")] = None,
+) -> None:
+    """Record any agent that speaks OpenAI Chat, OpenAI Responses or Anthropic Messages, until interrupted."""
+    from turnwise.config import load_config
+    from turnwise.gateway.config import GatewayConfig
+
+    given = list(overrides or ())
+    if model is not None and "=" in model:
+        # With --config the model may stand in the file: what looks like an override is one.
+        given, model = [model, *given], None
+    options: dict[str, Any] = {
+        "model": model,
+        "url": url,
+        "hosted.key_env": key_env,
+        "out": out,
+        "host": host,
+        "port": port,
+        "name": name,
+    }
+    # JSON is YAML, and keeps a text a text whatever it says.
+    said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
+    loaded = load_config(GatewayConfig, config, [*said, *given])
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=loaded.log_level.upper(), stream=sys.stderr, format=form)
+    from turnwise.gateway.server import GatewaySpec, run_gateway
+
+    if run_gateway(GatewaySpec(config=loaded)) == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def runner(
+    agent: Annotated[str, typer.Option("--agent", help="A registered agent, pkg.mod:Name or file.py:Name.")],
+    connect: Annotated[str, typer.Option("--connect", help="URL of the run, as it prints it.")],
+    key_file: Annotated[Path, typer.Option("--key-file", help="The key: a copy of rollout.remote.key_file.")],
+    config: Annotated[
+        list[str] | None, typer.Option("--config", "-c", help="key=value of the agent's configuration. Repeatable.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-n", min=1, help="Episodes at the same time.")] = 8,
+    wait: Annotated[
+        float | None, typer.Option("--wait", min=0, help="Seconds without a run after which to give up.")
+    ] = None,
+    stay: Annotated[bool, typer.Option("--stay", help="Wait for another run when one has ended.")] = False,
+) -> None:
+    """Play episodes of a training or evaluation run elsewhere with an agent here."""
+    import asyncio
+    import sys
+
+    from turnwise.agents.registry import make_agent
+    from turnwise.config import parse_overrides
+    from turnwise.errors import ConfigError
+    from turnwise.gateway.endpoints import check_base
+    from turnwise.rollout.remote.runner import RunnerOptions, read_key, serve_run
+
+    try:
+        check_base(connect)
+    except ConfigError as error:
+        raise ConfigError(f"--connect: {error}") from error
+    made = make_agent(agent, **parse_overrides(config or ()))
+    options = RunnerOptions(connect.rstrip("/"), read_key(key_file), concurrency, wait, stay)
+    asyncio.run(serve_run(options, made, lambda text: print(text, file=sys.stderr, flush=True)))  # noqa: T201
+
+
+def mcp(
+    env: Annotated[str, typer.Argument(help="A registered name, pkg.mod:Class or file.py:Class.", show_default=False)],
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of its constructor.", show_default=False),
+    ] = None,
+    http: Annotated[
+        bool,
+        typer.Option("--http/--stdio", help="Serve any number of clients over HTTP, or one over stdin and stdout."),
+    ] = False,
+    host: Annotated[str, typer.Option("--host", help="Address to bind, with --http.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = 8000,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", "-t", help="Tasks of the episodes, in order; by default its own.")
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Only the task with this id.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of every reset; by default the task's own.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Append a line of JSON per episode to this file.")
+    ] = None,
+    functions: FunctionTools = None,
+    tool_config: ToolConfig = None,
+    mcp: MCPServers = None,
+) -> None:
+    """Serve an environment's tools as an MCP server: each session of a client plays one episode, which is scored."""
+    import asyncio
+    import sys
+    from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+
+    from turnwise.envs.mcp_server import EnvServer
+    from turnwise.envs.registration import env_class
+
+    def apart() -> AbstractContextManager[object]:
+        # Over stdio, what the environment's code prints must not come between the messages.
+        return nullcontext() if http else redirect_stdout(sys.stderr)
+
+    with apart():
+        queue = _queue(env_class(env).default_tasks if tasks is None else tasks, task)
+    spec = env_spec(env, config, functions, tool_config, mcp)
+
+    async def serve() -> None:
+        async with spec.toolbox() as toolbox:
+            with apart():
+                tools = await toolbox.tools()
+                spec.make(tools)  # what is wrong with it is said before anybody connects
+            server = EnvServer(lambda: spec.make(tools), env, tasks=queue, seed=seed, out=out)
+            if http:
+                await server.serve_http(host, port, lambda address: typer.echo(f"serving {env} at {address}"))
+            else:
+                await server.serve_stdio()
+
+    asyncio.run(serve())
+
+
+def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None:
+    """Return the tasks of the sessions, in order. They are read as sessions come: there may be no end to them."""
+    from itertools import chain
+
+    from turnwise.errors import TaskError
+    from turnwise.tasks import iter_tasks
+
+    rows = iter(()) if source is None else iter_tasks(source)
+    if task is not None:
+        found = next((each for each in rows if each.id == task), None)
+        if found is None:
+            where = source or "the environment has no tasks of its own, so --tasks"
+            raise TaskError(f"--task {task}: {where} names none")
+        return [found]
+    first = next(rows, None)
+    if first is None and source is not None:
+        raise TaskError(f"{source}: there is no task in it")
+    return None if first is None else chain([first], rows)

@@ -11,7 +11,8 @@ import typer
 from turnwise.cli.options import Overrides
 
 if TYPE_CHECKING:
-    from turnwise.trainer.config import TrainConfig
+    from turnwise.trainer.config.train import TrainConfig
+
 
 STEPS: Final = 100
 """Train steps of a run without a configuration file, where nobody says how many."""
@@ -23,7 +24,7 @@ def env_name(env: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in short).strip("-") or "run"
 
 
-def command(
+def train(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG]", help="The configuration, a YAML file.", show_default=False)
     ] = None,
@@ -48,7 +49,7 @@ def command(
     """Train a policy with reinforcement learning; goes on from the last checkpoint where there is one."""
     from turnwise.config import load_config
     from turnwise.errors import ConfigError
-    from turnwise.trainer.config import TrainConfig
+    from turnwise.trainer.config.train import TrainConfig
 
     given = list(overrides or ())
     if config is not None and "=" in config:
@@ -73,7 +74,7 @@ def command(
     if dry:
         _dry_run(checked, fresh)
         return
-    from turnwise.trainer.train import run_train
+    from turnwise.trainer.run.train import run_train
 
     run_train(checked, fresh=fresh, resume_step=resume_step)
 
@@ -98,7 +99,7 @@ def _dry_run(config: TrainConfig, fresh: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from turnwise.trainer.dry_run import dry_run
+    from turnwise.trainer.run.plan import dry_run
 
     found = asyncio.run(dry_run(config, fresh=fresh))
     console = Console(soft_wrap=True, highlight=False)
@@ -113,3 +114,55 @@ def _dry_run(config: TrainConfig, fresh: bool) -> None:
     console.print(Text(f"\n{config.name}: {verdict}", style="bold green" if found.ok else "bold red"))
     if not found.ok:
         raise typer.Exit(1)
+
+
+def sft(
+    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Fine-tune a model on demonstrations, or on recorded trajectories (rejection sampling)."""
+    from turnwise.config import load_config
+    from turnwise.trainer.config.offline import SFTConfig
+    from turnwise.trainer.offline.sft import run_sft
+
+    run_sft(load_config(SFTConfig, config, overrides or ()))
+
+
+def dpo(
+    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Train a model on preferences (direct preference optimisation)."""
+    from turnwise.config import load_config
+    from turnwise.trainer.config.offline import DPOConfig
+    from turnwise.trainer.offline.dpo import run_dpo
+
+    run_dpo(load_config(DPOConfig, config, overrides or ()))
+
+
+def reward_model(
+    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Train a reward model on preferences, for turnwise serve --reward."""
+    from turnwise.config import load_config
+    from turnwise.trainer.config.offline import RewardModelConfig
+    from turnwise.trainer.offline.reward_model import run_reward_model
+
+    run_reward_model(load_config(RewardModelConfig, config, overrides or ()))
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="A run, a checkpoint of one, or any folder of a model or an adapter.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write; it must not be there, or be empty.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Of a run: the checkpoint of this step, not the newest.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Of a run: the best checkpoint (checkpoint.best).")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, for peft.")] = False,
+) -> None:
+    """Write a whole model in Hugging Face format: an adapter is added to its model. For programs that read no other."""
+    from turnwise.trainer.run.export import export_model
+
+    folder = export_model(source, target, step=step, best=best, adapter=adapter)
+    typer.echo(f"{target} (of {folder})")

@@ -1,14 +1,21 @@
 """Environments: what an agent acts in, under Gymnasium's names, at the level of messages."""
 
+from turnwise.envs.checker import CheckReport, Finding, check_env
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
-from turnwise.envs.doctor import CheckReport, Finding, check_env
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import EnvSpec, env_names, make, register
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.solution import play_solution, tool_call
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.envs.wrapper import Wrapper
-from turnwise.envs.wrappers import RecordTranscript, ShapeReward, TimeLimit, TruncateObservations, TurnLimit, wrap
+from turnwise.envs.wrappers import (
+    RecordTranscript,
+    ShapeReward,
+    TimeLimit,
+    TruncateObservations,
+    TurnLimit,
+    Wrapper,
+    wrap,
+)
 
 __all__ = [
     "CheckReport",

@@ -1,9 +1,4 @@
-"""What an environment is, and the one way in which others call it.
-
-Owns: :class:`Env` and :func:`invoke`, which awaits or threads a method, holds its result to the
-contract and turns what it raises into EnvError. Refuses: running tools (``tool_env.py``) and deciding when an episode
-ends (``rollout/runner.py``). What methods return stands in ``results.py``.
-"""
+"""What an environment is, and the one way in which others call it."""
 
 from __future__ import annotations
 
@@ -12,9 +7,9 @@ import contextvars
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
-from turnwise.envs.methods import tool_methods
 from turnwise.envs.results import Observation as Observation
 from turnwise.envs.results import ResetResult as ResetResult
 from turnwise.envs.results import Score as Score
@@ -22,14 +17,124 @@ from turnwise.envs.results import ScoreParts as ScoreParts
 from turnwise.envs.results import StepResult as StepResult
 from turnwise.envs.results import as_messages as as_messages
 from turnwise.envs.results import check_reset, check_score, check_step
-from turnwise.envs.sandboxed import Sandboxed
 from turnwise.errors import ConfigError, EnvError, ToolSchemaError, TurnwiseError
+from turnwise.sandboxes.core import Mount, Sandbox, SandboxSpec
+from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks import Task
 from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
-from turnwise.tools.limits import CountTokens
+from turnwise.tools.execute import ToolThreads, default_threads
+from turnwise.tools.response import CountTokens
 from turnwise.tools.secrets import Secret, Secrets
-from turnwise.tools.threads import ToolThreads, default_threads
 from turnwise.types import Message, ToolCall, ToolSchema
+
+
+def tool_methods(cls: type) -> dict[str, FunctionTool]:
+    """Return the tools among the methods of a class and its bases, by the tool's name.
+
+    Raises:
+        ToolSchemaError: A method replaces a tool without being one, or two tools have one name.
+    """
+    found: dict[str, FunctionTool] = {}
+    for base in reversed(cls.__mro__):
+        for attribute, value in vars(base).items():
+            inner = value.__func__ if isinstance(value, staticmethod) else value
+            if isinstance(inner, FunctionTool):
+                found[attribute] = inner
+            elif attribute in found and value is None:
+                del found[attribute]
+            elif attribute in found and attribute in vars(cls):
+                raise ToolSchemaError(
+                    f"{cls.__qualname__}.{attribute} replaces a tool of {base.__mro__[1].__qualname__} without being "
+                    f"one: decorate it with @function_tool, or write {attribute} = None to take the tool away"
+                )
+    by_name: dict[str, FunctionTool] = {}
+    for attribute, tool in found.items():
+        if tool.name in by_name:
+            raise ToolSchemaError(f"{cls.__qualname__}.{attribute}: another tool of it is called {tool.name!r} too")
+        by_name[tool.name] = tool
+    return by_name
+
+
+class Sandboxed:
+    """What may open sandboxes, each for the length of one episode.
+
+    Attributes:
+        sandboxes: Where they come from; the runner sets it, with what ``rollout.sandbox`` says. None: the first that is
+            opened makes a manager with the defaults, which is closed with the environment.
+        sandbox: The first that was opened in this episode: where the episode's tools and programs run.
+        guest_mounts: What of the host that one shows besides what the environment asks for: the program of an agent
+            that runs there. The runner sets it before a reset.
+    """
+
+    sandboxes: SandboxManager | None = None
+    sandbox: Sandbox | None = None
+    guest_mounts: tuple[Mount, ...] = ()
+
+    _own_manager: SandboxManager | None = None
+    _in_use: tuple[tuple[SandboxManager, Sandbox], ...] = ()
+
+    async def open_sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
+        """Return a started sandbox of this episode; it is closed with the environment, and by the next reset.
+
+        Args:
+            spec: What it is asked for; ``rollout.sandbox.limits`` goes before its limits.
+
+        Raises:
+            SandboxError: It cannot be had, or did not start.
+        """
+        manager = self.sandboxes or self._own_manager
+        if manager is None:
+            manager = self._own_manager = SandboxManager()
+        if self.sandbox is None and self.guest_mounts:
+            spec = spec or SandboxSpec()
+            spec = replace(
+                spec, mounts=(*spec.mounts, *(each for each in self.guest_mounts if each not in spec.mounts))
+            )
+        opened = await manager.open(spec)
+        self._keep(manager, opened)
+        return opened
+
+    async def fork_sandbox(self, sandbox: Sandbox) -> Sandbox:
+        """Return a started sandbox of this episode with the files of another of its sandboxes.
+
+        Raises:
+            SandboxError: The backend cannot, or it did not start.
+        """
+        manager = next(manager for manager, each in self._in_use if each is sandbox)
+        opened = await manager.fork(sandbox)
+        self._keep(manager, opened)
+        return opened
+
+    async def close_sandbox(self, sandbox: Sandbox) -> None:
+        """Close a sandbox of this episode before its end."""
+        for manager, each in self._in_use:
+            if each is sandbox:
+                self._in_use = tuple(held for held in self._in_use if held[1] is not sandbox)
+                await manager.release(sandbox)
+        if self.sandbox is sandbox:
+            self.sandbox = None
+
+    async def close_sandboxes(self, *, last: bool = False) -> None:
+        """Close the sandboxes of the episode. Runs by itself, before a reset and after ``close``.
+
+        Args:
+            last: Whether no episode follows: a manager of its own is closed, too.
+        """
+        in_use, self._in_use, self.sandbox = self._in_use, (), None
+        closing = [manager.release(sandbox) for manager, sandbox in in_use]
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        if last and self._own_manager is not None:
+            manager, self._own_manager = self._own_manager, None
+            await manager.close()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def _keep(self, manager: SandboxManager, sandbox: Sandbox) -> None:
+        self._in_use = (*self._in_use, (manager, sandbox))
+        if self.sandbox is None:
+            self.sandbox = sandbox
+
 
 T = TypeVar("T")
 MaybeAwaitable: TypeAlias = T | Awaitable[T]

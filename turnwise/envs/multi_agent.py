@@ -1,8 +1,5 @@
 """Environments that several agents share: one acts at a time, and each is told only what it may know.
 
-Owns: :class:`MultiAgentEnv`, which writes ``reset``, ``step`` and ``score`` from three methods of yours. Refuses:
-asking models; who speaks for an agent is the agents' side to decide (``agents/turns.py``).
-
 What it says to whoever plays it stands in ``info``, so an environment written otherwise can say it too. ``reset``:
 ``agents`` (all names) and ``turn`` (who acts first), and ``tools`` (the names that each may call) where they differ.
 ``step``: ``turn`` (who acts next) and ``agent_rewards``. An observation is always for the one whose turn it is then.

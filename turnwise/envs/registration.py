@@ -1,8 +1,4 @@
-"""Environments by name, and as what travels between processes.
-
-Owns: :func:`register`, :func:`make` and :class:`EnvSpec`. Refuses: environment objects in the place of a spec; what
-crosses a process is a name and a configuration.
-"""
+"""Environments by name, and as what travels between processes."""
 
 from __future__ import annotations
 
@@ -19,11 +15,10 @@ from turnwise.config import load_config
 from turnwise.envs.core import Env
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.references import load_object
+from turnwise.plugins import load_object
 from turnwise.tools.config import ToolsConfig
-from turnwise.tools.core import Tool
+from turnwise.tools.core import Tool, nearest
 from turnwise.tools.loading import Toolbox
-from turnwise.tools.registry import nearest
 
 E = TypeVar("E", bound=type[Env])
 
@@ -44,23 +39,23 @@ class _Entry:
 
 
 _ENVS: dict[str, _Entry] = {
-    "calculator": _Entry("turnwise.envs.calculator:CalculatorEnv", {}),
-    "code": _Entry("turnwise.envs.code:CodeEnv", {}),
-    "guess_number": _Entry("turnwise.envs.guess_number:GuessNumberEnv", {}),
-    "gymnasium": _Entry("turnwise.envs.gym_env:GymnasiumEnv", {}),
-    "gymnasium_tools": _Entry("turnwise.envs.gym_env:GymnasiumToolEnv", {}),
-    "lookup": _Entry("turnwise.envs.lookup:LookupEnv", {}),
-    "math": _Entry("turnwise.envs.math:MathEnv", {}),
-    "nim": _Entry("turnwise.envs.nim:NimEnv", {}),
-    "retail": _Entry("turnwise.envs.retail:RetailEnv", {}),
-    "search": _Entry("turnwise.envs.search:SearchEnv", {}),
+    "calculator": _Entry("turnwise.envs.library.calculator:CalculatorEnv", {}),
+    "code": _Entry("turnwise.envs.library.code:CodeEnv", {}),
+    "guess_number": _Entry("turnwise.envs.library.guess_number:GuessNumberEnv", {}),
+    "gymnasium": _Entry("turnwise.envs.gym.from_gymnasium:GymnasiumEnv", {}),
+    "gymnasium_tools": _Entry("turnwise.envs.gym.from_gymnasium:GymnasiumToolEnv", {}),
+    "lookup": _Entry("turnwise.envs.library.lookup:LookupEnv", {}),
+    "math": _Entry("turnwise.envs.library.math:MathEnv", {}),
+    "nim": _Entry("turnwise.envs.library.nim:NimEnv", {}),
+    "retail": _Entry("turnwise.envs.library.retail:RetailEnv", {}),
+    "search": _Entry("turnwise.envs.library.search:SearchEnv", {}),
     "single_turn": _Entry("turnwise.envs.single_turn:SingleTurnEnv", {}),
-    "sql": _Entry("turnwise.envs.sql:SqlEnv", {}),
-    "task": _Entry("turnwise.envs.task:TaskEnv", {}),
-    "terminal": _Entry("turnwise.envs.terminal:TerminalEnv", {}),
-    "swe": _Entry("turnwise.envs.swe:SweEnv", {}),
-    "tool": _Entry("turnwise.envs.task_tools:TaskToolEnv", {}),
-    "trail": _Entry("turnwise.envs.trail:TrailEnv", {}),
+    "sql": _Entry("turnwise.envs.library.sql:SqlEnv", {}),
+    "task": _Entry("turnwise.envs.library.task_env:TaskEnv", {}),
+    "terminal": _Entry("turnwise.envs.library.terminal:TerminalEnv", {}),
+    "swe": _Entry("turnwise.envs.library.swe:SweEnv", {}),
+    "tool": _Entry("turnwise.envs.library.task_env:TaskToolEnv", {}),
+    "trail": _Entry("turnwise.envs.library.trail:TrailEnv", {}),
 }
 
 
@@ -171,7 +166,9 @@ def announce(*names: str) -> None:
         env_id = f"turnwise/{name}-v0"
         # Gymnasium allows fewer characters in a name; and a name that is there already keeps its entry.
         if _GYMNASIUM_NAME.fullmatch(name) and env_id not in gymnasium.registry:
-            gymnasium.register(env_id, entry_point="turnwise.envs.gym:GymnasiumAdapter", kwargs={"env": name})
+            gymnasium.register(
+                env_id, entry_point="turnwise.envs.gym.to_gymnasium:GymnasiumAdapter", kwargs={"env": name}
+            )
 
 
 def env_names() -> list[str]:

@@ -1,7 +1,4 @@
-"""What the methods of an environment return, held to the contract.
-
-Owns: :class:`StepResult`, :class:`ScoreParts`, :func:`as_messages` and the checks. Refuses: calling anything.
-"""
+"""What the methods of an environment return, held to the contract."""
 
 from __future__ import annotations
 

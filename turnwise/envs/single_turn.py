@@ -1,7 +1,4 @@
-"""An environment of one message: a prompt, an answer, a score.
-
-Owns: :class:`SingleTurnEnv`. Refuses: tools.
-"""
+"""An environment of one message: a prompt, an answer, a score."""
 
 from __future__ import annotations
 

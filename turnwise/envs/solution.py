@@ -1,9 +1,4 @@
-"""Reference solutions: how the moves that ``Env.solve`` yields become messages, and how they are played.
-
-Owns: :func:`tool_call`, which such a generator yields, :class:`Solver`, which drives it, :func:`solver_of` and
-:func:`play_solution`.
-Refuses: judging whether a solution is a good one; ``check_env`` does that.
-"""
+"""Reference solutions: how the moves that ``Env.solve`` yields become messages, and how they are played."""
 
 from __future__ import annotations
 

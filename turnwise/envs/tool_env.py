@@ -1,8 +1,4 @@
-"""An environment whose world is reached through tools.
-
-Owns: :class:`ToolEnv`: every call of a message gets exactly one answer, and a message without calls is the final
-answer, which is scored. Refuses: running tools itself; that is ``tools/execute.py``.
-"""
+"""An environment whose world is reached through tools."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, dro
 from turnwise.envs.results import ScoreParts
 from turnwise.errors import EnvError
 from turnwise.tasks import Task
-from turnwise.tools.agent_data import AgentData
-from turnwise.tools.core import Tool
+from turnwise.tools.core import AgentData, Tool
 from turnwise.tools.execute import Outcome, ToolRunner
 from turnwise.tools.loading import check_names, place_of
 from turnwise.tools.response import ToolResponse, call_counts

@@ -1,8 +1,15 @@
 """Evaluation: the tasks of an environment against a model, and the figures."""
 
 from turnwise.evaluation.config import EvalConfig, EvalPlan
-from turnwise.evaluation.metrics import Estimate, Summary, clustered_mean, pass_at_k, summarize
-from turnwise.evaluation.result import EvalResult, result_table
+from turnwise.evaluation.metrics import (
+    Estimate,
+    EvalResult,
+    Summary,
+    clustered_mean,
+    pass_at_k,
+    result_table,
+    summarize,
+)
 from turnwise.evaluation.runner import evaluate
 from turnwise.inference.config import RendererConfig
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath
 from turnwise.errors import ConfigError
+from turnwise.gateway.proxy.endpoint import HostedConfig, base_url, without_model
 from turnwise.inference.config import InferenceConfig, RendererConfig
-from turnwise.inference.gateway.hosted_config import HostedConfig, base_url, without_model
 from turnwise.rollout.config import RolloutConfig
 from turnwise.tasks import TasksConfig
 

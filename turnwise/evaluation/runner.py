@@ -1,33 +1,43 @@
-"""Runs an environment's tasks against a model, with the code that training rolls out with.
-
-Owns: :func:`evaluate`, with a producer that stands, as the trainer has one. Refuses: starting and stopping anything
-(:func:`turnwise.evaluation.standalone.run_eval`). Evaluation resets environments with run seed 0 and epoch 0, so every
-evaluation of a task begins from the same state.
-"""
+"""Runs an environment's tasks against a model, with the code that training rolls out with."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Task as ProgressTask
+from rich.text import Text
 
 from turnwise.agents.roles import role_of
-from turnwise.errors import ConfigError
-from turnwise.evaluation.config import EvalPlan
-from turnwise.evaluation.metrics import Summary, summarize
-from turnwise.evaluation.result import EvalResult
-from turnwise.inference.core import Renderer
+from turnwise.config import dump_config
+from turnwise.errors import ConfigError, InferenceError
+from turnwise.evaluation.config import EvalConfig, EvalPlan
+from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
+from turnwise.gateway.frozen import load_renderers, open_frozen
+from turnwise.gateway.proxy.client import HostedClient
+from turnwise.gateway.proxy.endpoint import Endpoint, base_url
+from turnwise.gateway.proxy.session import TextRenderer
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.replica_set import Fleet
+from turnwise.model.core import LLMClient, Renderer
+from turnwise.recorder.ledger import Book, LedgerClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.managers import Rollouts
-from turnwise.rollout.task_checks import (
-    PromptLimit,
-    check_own,
-    check_specs,
-    check_tools_shown,
-    task_source,
-)
+from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.managers import Rollouts, check_manager, create_manager
+from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, check_tools_shown, task_source
+from turnwise.rollout.records import TrajectoryWriter
 from turnwise.tasks import LoadedTasks, Task, load_mix
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
 
 OnGroup = Callable[[TrajectoryGroup], None]
 
@@ -118,3 +128,306 @@ def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence
                 f"role is {plan.role!r}, which no episode had: their roles are {', '.join(sorted(roles))}"
             )
     return summarize(groups, success_reward=plan.success_reward, pass_k=pass_k, role=plan.role)
+
+
+_LINE_EVERY_S = 30.0
+"""Seconds between two lines where the output is no terminal."""
+
+
+class EvalProgress:
+    """Counts the episodes of an evaluation as they end, shows that, and knows the figures of what has ended.
+
+    Attributes:
+        total: Episodes of the whole evaluation.
+    """
+
+    def __init__(
+        self, plan: EvalPlan, requests: Sequence[RolloutRequest], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Count nothing yet.
+
+        Args:
+            plan: What is evaluated.
+            requests: What is rolled out, as :func:`~turnwise.evaluation.runner.eval_requests` returns it.
+            clock: Returns seconds.
+        """
+        self.total = sum(request.group_size for request in requests)
+        self._plan = plan
+        self._requests = list(requests)
+        self._by_key = {request.key: number for number, request in enumerate(requests)}
+        self._groups: dict[int, TrajectoryGroup] = {}
+        # What episodes of groups left that are not whole yet, by the number of their request.
+        self._open: defaultdict[int, list[Trajectory]] = defaultdict(list)
+        self._success: dict[str, bool] = {}
+        self._failed = 0
+        self._clock = clock
+        self._started = clock()
+        self._show: Callable[[], None] = lambda: None
+
+    @property
+    def ended(self) -> int:
+        """How many episodes have ended, those included that ended in an error after their last attempt."""
+        return min(self.total, len(self._success) + self._failed)
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds that the other episodes take if they go on as those that ended did; None before the first."""
+        if self.ended == 0:
+            return None
+        return (self._clock() - self._started) / self.ended * (self.total - self.ended)
+
+    def wrote(self, trajectory: Trajectory) -> None:
+        """Count an episode by one of its trajectories, each of which is given here when it is written."""
+        number = self._by_key.get(trajectory.group_id.partition("-")[2])
+        if number is None or number in self._groups:
+            return
+        self._open[number].append(trajectory)
+        self._count(self._ended(number))
+
+    def arrived(self, group: TrajectoryGroup) -> None:
+        """Count a group all of whose episodes have ended."""
+        number = self._by_key.get(group.id.partition("-")[2])
+        if number is None:
+            # A rollout manager of the user's may name its groups as it likes: it answers the samples first.
+            asked = enumerate(self._requests)
+            left = (n for n, request in asked if request.task.id == group.task_id and n not in self._groups)
+            number = next(left, None)
+        if number is None:
+            return
+        self._groups[number] = group
+        self._open.pop(number, None)
+        self._failed += group.failed
+        self._count(group.trajectories)
+
+    def partial(self) -> EvalResult:
+        """Return the figures of the episodes that have ended, and how many have not."""
+        groups: list[TrajectoryGroup] = []
+        for number, request in enumerate(self._requests):
+            group = self._groups.get(number)
+            if group is None:
+                ended, task = self._ended(number), request.task
+                group = TrajectoryGroup(request.key, task.id, ended, request.partition, source=task.source)
+            groups.append(group)
+        result = eval_result(self._plan, groups, self._clock() - self._started)
+        return result.left(self.total - self.ended)
+
+    @contextlib.contextmanager
+    def shown(self, console: Console) -> Iterator[None]:
+        """Show a line that follows the count: one that moves on a terminal, else a new one every half minute."""
+        if not console.is_terminal:
+            last = self._started
+
+            def say() -> None:
+                nonlocal last
+                if self._clock() - last >= _LINE_EVERY_S:
+                    last = self._clock()
+                    console.print(f"evaluating: {self}", highlight=False, soft_wrap=True)
+
+            self._show = say
+            yield
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f} of {task.total:.0f} episodes"),
+            TimeElapsedColumn(),
+            _TimeLeft(self),
+        )
+        with Progress(*columns, console=console, transient=True) as bars:
+            bar = bars.add_task("evaluating", total=self.total)
+            self._show = lambda: bars.update(bar, completed=self.ended, description=f"success {self._share}")
+            yield
+
+    def __str__(self) -> str:
+        elapsed = _clock_time(self._clock() - self._started)
+        left = self.time_left
+        rest = "" if left is None else f", about {_clock_time(left)} left"
+        return f"{self.ended} of {self.total} episodes, success {self._share}, {elapsed} elapsed{rest}"
+
+    @property
+    def _share(self) -> str:
+        return f"{sum(self._success.values()) / len(self._success):.2f}" if self._success else "-"
+
+    def _ended(self, number: int) -> list[Trajectory]:
+        """Return what the episodes of an open group left that have ended: not their failed attempts."""
+        attempts: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
+        for each in self._open[number]:
+            attempts[each.episode_id, each.attempt].append(each)
+        return [each for members in attempts.values() if self._has_ended(members) for each in members]
+
+    def _has_ended(self, members: Sequence[Trajectory]) -> bool:
+        [row] = self._rows(members)
+        return row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
+
+    def _rows(self, trajectories: Sequence[Trajectory]) -> list[EpisodeRow]:
+        return episode_rows(trajectories, success_reward=self._plan.success_reward, role=self._plan.role)
+
+    def _count(self, ended: Sequence[Trajectory]) -> None:
+        self._success |= {row.episode_id: row.success for row in self._rows(ended)}
+        self._show()
+
+
+class _TimeLeft(ProgressColumn):
+    """The estimate of the time left, which moves between two episodes too."""
+
+    def __init__(self, progress: EvalProgress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def render(self, task: ProgressTask) -> Text:
+        """Return the text of the column."""
+        del task
+        left = self._progress.time_left
+        return Text("-:--:-- left" if left is None else f"{_clock_time(left)} left", style="progress.remaining")
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Who samples, and what to do when it fails."""
+
+    client: LLMClient
+    recover: Callable[[InferenceError], Awaitable[None]] | None = None
+
+
+def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResult:
+    """Evaluate a model on an environment, print the figures and write everything down.
+
+    The directory of the evaluation then holds ``config.yaml``, ``trajectories.jsonl``, ``ledger.jsonl`` (so that it
+    can be viewed and audited), ``episodes.jsonl`` and ``summary.json``. An interrupt (Ctrl-C) keeps and summarises what
+    has ended by then.
+
+    Args:
+        config: What is evaluated, by whom and with what.
+        console: Where to print; by default the terminal.
+
+    Raises:
+        ConfigError: Something of the configuration cannot be used; nothing was started.
+        TurnwiseError: What went wrong; also where no episode at all ended without an error.
+        KeyboardInterrupt: The evaluation was interrupted; the summary says how many episodes it lacks.
+    """
+    console = console or Console()
+    folder = _folder(config)
+    errors: list[str] = []
+    result = asyncio.run(_evaluate(config, folder, console, errors))
+    ended = any(summary.success.episodes for summary in result.parts.values())
+    if result.unfinished and not ended:
+        console.print(f"interrupted before an episode had ended; its records are in {folder}", soft_wrap=True)
+        raise KeyboardInterrupt
+    if not ended:
+        raise InferenceError(f"every episode ended in an error, so there are no figures; the last one: {errors[-1]}")
+    console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
+    console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
+    if result.unfinished:
+        console.print(
+            f"interrupted: {result.unfinished} episodes had not ended and are in no figure. Short episodes end first: "
+            "figures of a part may differ from those of the whole",
+            soft_wrap=True,
+        )
+        raise KeyboardInterrupt
+    return result
+
+
+def _folder(config: EvalConfig) -> Path:
+    """Return the directory to write to. It holds no evaluation yet: two in one file could not be told apart."""
+    if config.out is None:
+        name = "".join(letter if letter.isalnum() else "-" for letter in config.rollout.env.name).strip("-")
+        folder = Path.cwd() / "runs" / f"eval-{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        number = 2
+        while folder.exists():
+            folder, number = folder.with_name(f"{folder.name.partition('.')[0]}.{number}"), number + 1
+    else:
+        folder = config.out
+    taken = [name for name in ("trajectories.jsonl", "ledger.jsonl", "summary.json") if (folder / name).exists()]
+    if taken:
+        raise ConfigError(f"out is {folder}, which holds {', '.join(taken)} already: name another directory")
+    return folder
+
+
+async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
+    """Evaluate and return the figures; ``errors`` gets what ended episodes."""
+    check_manager(config.rollout, config.custom)
+    renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
+    described = renderer.describe()
+    console.print(Text(f"chat format: {described['format']} ({described['proof']})", style="dim"), soft_wrap=True)
+    renderers = load_renderers(config.rollout.frozen, config.model, config.renderer)
+    loaded = await load_eval_tasks(config, config.rollout, renderer)
+    for report in loaded.reports:
+        console.print(Text(f"tasks: {report}", style="dim"), soft_wrap=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    async with AsyncExitStack() as stack:
+        model = await _model(config, folder, stack)
+        # The ledger closes the client with it, and marks its own end: nothing is in flight any more. Of text there are
+        # no tokens to write down.
+        policies = config.rollout.frozen
+        tells = config.hosted is None or any(each.hosted is None for each in policies.values())
+        book = Book(folder / "ledger.jsonl") if tells else None
+        if book is not None:
+            stack.push(book.leave)
+        client = LedgerClient(model.client, book) if book is not None and config.hosted is None else model.client
+        stack.push_async_callback(client.close)
+        frozen = await open_frozen(policies, renderers, stack, start=config.model, logs=folder / "logs", book=book)
+
+        async def recover(error: InferenceError) -> None:
+            if model.recover is not None:
+                await model.recover(error)
+            await frozen.recover(error)
+
+        writer = TrajectoryWriter(folder / "trajectories.jsonl")
+        stack.callback(writer.close)
+        progress = EvalProgress(config, eval_requests(config, loaded.tasks))
+
+        def write(trajectory: Trajectory) -> None:
+            writer.write(trajectory)
+            progress.wrote(trajectory)
+            if trajectory.error is not None:
+                errors.append(trajectory.error)
+
+        parts = RolloutParts(
+            renderer,
+            write=write,
+            recover=recover,
+            frozen=frozen.policies,
+            custom=config.custom,
+            notify=console.print,
+        )
+        producer = await create_manager(config.rollout, client, None, parts)
+        stack.push_async_callback(producer.close)
+        result = await _watched(producer, config, loaded.tasks, progress, console)
+        result = replace(result, left_out=sum(report.dropped.total() for report in loaded.reports))
+        # Before anything is closed: a second interrupt does not lose it.
+        result.write(folder)
+        return result
+
+
+async def _watched(
+    producer: Rollouts, config: EvalConfig, tasks: list[Task], progress: EvalProgress, console: Console
+) -> EvalResult:
+    """Evaluate, and return the figures; where that is interrupted, those of the episodes that have ended."""
+    with progress.shown(console):
+        try:
+            result = await evaluate(producer, config, tasks=tasks, on_group=progress.arrived)
+        except asyncio.CancelledError:
+            # Ctrl-C cancels this task. What is closed from here on is awaited as usual.
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            result = progress.partial()
+    return replace(result, max_tokens_per_turn=config.rollout.max_tokens_per_turn)
+
+
+async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Model:
+    if config.hosted is not None:
+        endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
+        return _Model(HostedClient(endpoint, model=config.hosted.model))
+    if config.urls:
+        settings = config.inference
+        return _Model(HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait))
+    fleet = Fleet(config.inference, config.directory, logs=folder / "logs")
+    stack.push_async_callback(fleet.close)
+    await fleet.launch()
+    return _Model(fleet.client, fleet.recover)

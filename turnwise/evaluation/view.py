@@ -1,8 +1,4 @@
-"""Trajectories for human eyes: what was said, what was sampled, what was rewarded and why it ended.
-
-Owns: choosing trajectories from a run and laying them out in a terminal. Refuses: interpreting ids; what they mean
-stands in the segments' messages.
-"""
+"""Trajectories for human eyes: what was said, what was sampled, what was rewarded and why it ended."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from turnwise.errors import FormatError
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Segment, Trajectory
 
 _STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}

@@ -1,13 +1,10 @@
-"""The HTTP client of every server that speaks vLLM's ``/inference/v1/generate``: the built-in one, and vLLM itself.
-
-Owns: :class:`HTTPClient`: which server gets a request, connection errors, going on after an interruption, and checking
-what comes back. Refuses: steering servers (:class:`~turnwise.inference.core.Replica`) and text.
-"""
+"""The HTTP client of every server that speaks vLLM's ``/inference/v1/generate``: the built-in one, and vLLM itself."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -18,10 +15,9 @@ import orjson
 
 from turnwise.errors import GuideRefused, InferenceError, RequestRefused, TurnwiseError
 from turnwise.inference import wire
-from turnwise.inference.balancer import Balancer
 from turnwise.inference.connections import Answer, ConnectionFailed, Connections
-from turnwise.inference.core import LLMClient, ModelInfo
-from turnwise.inference.generate_request import encode_request, encode_scoring
+from turnwise.inference.wire import encode_request, encode_scoring
+from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.types import (
     Completion,
     FinishReason,
@@ -32,6 +28,41 @@ from turnwise.types import (
     TokenPrompt,
     VersionSpan,
 )
+
+_REMEMBERED_SESSIONS = 65536
+
+
+class Balancer:
+    """Which of several servers gets a request: the one that holds the session's prefix, else the least busy."""
+
+    def __init__(self, count: int, *, remembered: int = _REMEMBERED_SESSIONS) -> None:
+        self._busy = [0] * count
+        self._home: OrderedDict[str, int] = OrderedDict()
+        self._remembered = remembered
+
+    def take(self, session_id: str, *, avoid: int | None = None) -> int:
+        """Choose a server and count a request on it.
+
+        Args:
+            session_id: Requests of one session go to one server while it is remembered.
+            avoid: A server that has just failed.
+        """
+        index = self._home.get(session_id) if session_id else None
+        if index is None or (index == avoid and len(self._busy) > 1):
+            choices = [place for place in range(len(self._busy)) if place != avoid or len(self._busy) == 1]
+            index = min(choices, key=self._busy.__getitem__)
+        if session_id:
+            self._home[session_id] = index
+            self._home.move_to_end(session_id)
+            if len(self._home) > self._remembered:
+                self._home.popitem(last=False)
+        self._busy[index] += 1
+        return index
+
+    def give_back(self, index: int) -> None:
+        """Count a request as ended."""
+        self._busy[index] -= 1
+
 
 _EMPTY_ABORTS = 100
 _ABORT_WAIT = 0.05

@@ -1,8 +1,5 @@
 """How models are served: the ``inference`` and ``renderer`` sections of a config, and the settings of a reward model's
 server.
-
-Owns: :class:`InferenceConfig`, :class:`RewardServerConfig` and :class:`RendererConfig`. Refuses: how to sample; that
-stands with each request.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from turnwise.config import ConfigReference
 
 if TYPE_CHECKING:
-    from turnwise.inference.core import Renderer
+    from turnwise.model.core import Renderer
 
 
 class InferenceConfig(BaseModel):
@@ -131,7 +128,7 @@ class RendererConfig(BaseModel):
             ConfigError: The chat template cannot be read, or is none that ships.
             RenderError: Directory, template or format cannot be used, or the model was trained with another template.
         """
-        from turnwise.inference.renderer import load_renderer
+        from turnwise.chat.renderer import load_renderer
 
         given = self.chat_template
         # A name has neither a folder nor an ending.

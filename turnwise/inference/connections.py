@@ -1,7 +1,5 @@
 """HTTP connections that stay open, for requests that are sent by the thousand: the hot route to a model server.
 
-Owns: :class:`Connections`. Refuses: what is sent, which server gets it, trying again, redirects, cookies and proxies.
-
 HTTP itself is parsed by httptools. What a general client does besides (cookies, redirects, tracing, timers) costs more
 than all that the recorder does for a turn, so this is as little as a client of an inference server needs.
 """

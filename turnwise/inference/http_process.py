@@ -1,7 +1,4 @@
-"""The outside of a server's process: its port, its report, its end.
-
-Owns: :class:`HTTPProcess`, which every server of this package runs in. Refuses: what is served.
-"""
+"""The outside of a server's process: its port, its report, its end."""
 
 from __future__ import annotations
 
@@ -13,12 +10,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeAlias
 
 import orjson
 
 from turnwise.errors import InferenceError, MissingExtraError
+from turnwise.inference.wire import BadRequest
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ class HTTPProcess:
             what: What is served, for the log.
             report_fd: Inherited descriptor that one line of JSON (port, pid, ``report``) is written to.
             report: What else stands in that line.
-            protocol: Of the connections; see :func:`~turnwise.inference.http_guard.guarded`.
+            protocol: Of the connections; see :func:`~turnwise.gateway.http_guard.guarded`.
         """
         server = deaf_server(self._options(app, protocol))
         ended: list[int] = []
@@ -182,3 +180,40 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise InferenceError(f"{host}:{port} cannot be bound ({error.strerror}): choose another port, or 0") from error
     return listener
+
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_JSON = [(b"content-type", b"application/json")]
+_MAX_BODY = 256 * 2**20
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Return a request's body; empty where the client went away before its end.
+
+    Raises:
+        BadRequest: It is too large.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b""
+        part = message.get("body", b"")
+        size += len(part)
+        if size > _MAX_BODY:
+            raise BadRequest("body", f"the body has more than {_MAX_BODY} bytes")
+        if not message.get("more_body"):
+            return part if not parts else b"".join([*parts, part])
+        parts.append(part)
+
+
+async def answer_json(send: Send, status: int, body: bytes) -> None:
+    """Answer a whole JSON body."""
+    headers = [*_JSON, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,8 +1,4 @@
-"""A model that follows a script: for tests, demonstrations and dry runs. A fake that ships, not a mock.
-
-Owns: :class:`ScriptedClient`, an LLMClient that samples what a script says, and :func:`replay`, which turns a
-written conversation into the trajectory that a model saying it would have left.
-"""
+"""A model that follows a script: for tests, demonstrations and dry runs. A fake that ships, not a mock."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from turnwise.errors import GuideRefused, RequestRefused, SessionError
-from turnwise.inference.canonical import canonical_arguments, canonical_messages
-from turnwise.inference.core import LLMClient, ModelInfo, Renderer
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.model.canonical import canonical_arguments, canonical_messages
+from turnwise.model.core import LLMClient, ModelInfo, Renderer
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
 from turnwise.types import (
     Completion,

@@ -1,8 +1,5 @@
 """A vLLM server as a replica: launched with the flags that training needs, steered, watched and ended.
 
-Owns: :class:`VLLMConfig` and :class:`VLLMReplica`. Refuses: loading other weights into a running server, which vLLM
-does by transports of its own; a server of new weights is a new launch.
-
 vLLM lives in a Python environment of its own (its versions of torch and transformers are pinned), which is named by the
 path of its interpreter. The server is started with its control routes, which have no password: bind it where only
 those who may steer it reach it.
@@ -19,11 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from turnwise.config import ConfigPath
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
-from turnwise.inference.control import ControlRoutes
-from turnwise.inference.core import Replica, WeightManifest
-from turnwise.inference.process import ServerProcess
+from turnwise.inference.process import ControlRoutes, ServerProcess
+from turnwise.model.core import Replica, WeightManifest
 
-_SIDE = Path(__file__).parent / "vllm_side"
+_SIDE = Path(__file__).parents[1] / "engine" / "vllm_side"
 _OWN_ARGUMENTS = (
     "model", "served-model-name", "host", "port", "uds", "dtype", "max-num-seqs", "max-model-len",
     "max-num-batched-tokens", "enable-prefix-caching", "no-enable-prefix-caching", "enforce-eager", "no-enforce-eager",

@@ -4,7 +4,7 @@ from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.managers import current_rollout
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 
 __all__ = [

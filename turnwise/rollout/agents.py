@@ -1,8 +1,4 @@
-"""Which agent acts in the episodes of a task.
-
-Owns: :class:`AgentTable`: the run's own agent, those that tasks name, and the file of a run's own names. Refuses:
-registering anything; a run's names end with it.
-"""
+"""Which agent acts in the episodes of a task."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Proves from a run's files that what was sampled is what was recorded, and what was recorded is what was trained.
 
-Owns: :func:`audit_files`, which holds ``trajectories.jsonl`` against ``ledger.jsonl`` and ``batches.jsonl``.
-Refuses: trusting the recorder: prompts, completions and trained positions are rebuilt here from segments, by other
-code than the session's and the trainer's. What it proves:
-
 1. The ids of a branch, concatenated, are what the engine saw, turn by turn: the calls of a session in the ledger
    are, as a multiset of (prompt, completion, logprobs, version spans, finish reason), its trajectory's turns.
 2. Segments are sound: sampled and context segments alternate, logprobs and spans cover sampled ids, and only those.
@@ -15,22 +11,155 @@ code than the session's and the trainer's. What it proves:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import orjson
 
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AuditError, FormatError
-from turnwise.inference.ledger import Ledger, LedgerEntry, read_ledger
-from turnwise.rollout.batches import Batches, BatchRow, read_batches, row_digest
-from turnwise.rollout.journal import PENDING
-from turnwise.rollout.journal_audit import account
-from turnwise.rollout.journal_lines import JOURNAL
-from turnwise.rollout.writer import read_trajectories
+from turnwise.recorder.ledger import Ledger, LedgerEntry, read_ledger
+from turnwise.rollout.journal.journal import PENDING
+from turnwise.rollout.journal.state import JOURNAL, read_journal
+from turnwise.rollout.records import Batches, BatchRow, read_batches, read_trajectories, row_digest
 from turnwise.trajectory import Segment, Trajectory, to_samples
 from turnwise.types import StopReason, TokenIds
+
+
+@dataclass(slots=True)
+class Account:
+    """What the journal says of a run.
+
+    Attributes:
+        trajectories: The keys under which each trajectory was asked for, by its id.
+        taken: The steps that count and were given a group, by its key.
+        dropped: Why a group was dropped, by its key.
+        orphans: Trajectories that finished and were noted nowhere before a kill.
+        late: Trajectories that a manager from elsewhere put into no group in time.
+        max_uses: How many steps may train a group.
+        parts: (first byte in trajectories.jsonl, whether it ended in order) of each process.
+    """
+
+    trajectories: dict[str, str] = field(default_factory=dict)
+    taken: dict[str, list[int]] = field(default_factory=dict)
+    dropped: dict[str, tuple[int, str]] = field(default_factory=dict)
+    orphans: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
+    max_uses: int = 1
+    parts: list[tuple[int, bool]] = field(default_factory=list)
+
+    def fates(self, finished: Iterable[str]) -> Counter[str]:
+        """Count finished trajectories by what became of them."""
+        return Counter(self._fate(each) for each in finished)
+
+    def misused(self, trained: Iterable[tuple[str, int]]) -> list[str]:
+        """Return what contradicts the journal: trajectories that were trained in a step that was not given them, or in
+        more steps than the run allows.
+
+        Args:
+            trained: (trajectory, step) of each row that was trained.
+        """
+        steps: defaultdict[str, set[int]] = defaultdict(set)
+        for name, step in trained:
+            steps[name].add(step)
+        found = []
+        for name, its in steps.items():
+            if len(its) > self.max_uses:
+                said = "more than one step" if self.max_uses == 1 else f"more than {self.max_uses} steps"
+                found.append(f"trajectory {name}: was trained in {said}: {', '.join(map(str, sorted(its)))}")
+            if (key := self.trajectories.get(name)) is None:
+                continue
+            taken = self.taken.get(key, [])
+            given = f"but the journal gave its group to {', '.join(map(str, taken)) or 'none'}"
+            found += [f"trajectory {name}: trained in step {step}, {given}" for step in sorted(its.difference(taken))]
+        return found
+
+    def unnamed(self, finished: Iterable[str], file: Path) -> list[str]:
+        """Return what contradicts the journal: finished trajectories of which it says nothing.
+
+        What a kill leaves so the next process notes; until there is one, what the last process wrote may be so.
+
+        Args:
+            finished: Ids.
+            file: Where the trajectories stand.
+        """
+        lost = [name for name in finished if name not in self.trajectories and name not in self.orphans | self.late]
+        if not lost or not self.parts:
+            return []
+        begun, (last, closed) = self.parts[0][0], self.parts[-1]
+        places = _places(file)
+        return [
+            f"trajectory {name}: finished, but by the journal it is in no group, and no kill cut it off"
+            for name in lost
+            if begun <= places[name] and (closed or places[name] < last)
+        ]
+
+    def _fate(self, name: str) -> str:
+        key = self.trajectories.get(name)
+        if key is None:
+            if name in self.late:
+                return "finished trajectories that came too late"
+            return "finished trajectories that a kill cut off" if name in self.orphans else "finished, in no group"
+        if self.taken.get(key):
+            return "finished trajectories given to a step"
+        return "finished trajectories dropped" if key in self.dropped else "finished trajectories that wait"
+
+
+def account(file: Path) -> Account:
+    """Count the lines of a journal; one that is not there has none.
+
+    Raises:
+        FormatError: It is spoilt where no kill can have done it.
+    """
+    found = Account()
+    for _, event in read_journal(file).events:
+        kind = event["event"]
+        if kind == "start":
+            found.parts.append((int(event.get("payload", 0)), False))
+            after, found.max_uses = int(event["after_step"]), int(event.get("max_uses", 1))
+            found.taken = {key: [step for step in steps if step <= after] for key, steps in found.taken.items()}
+            found.dropped = {key: each for key, each in found.dropped.items() if each[0] <= after}
+        elif kind in ("member", "group"):
+            for record in (*event["trajectories"], *event.get("baselines", ())):
+                found.trajectories[str(record[0])] = str(event["key"])
+        elif kind == "take":
+            for key in event["keys"]:
+                found.taken.setdefault(str(key), []).append(int(event["step"]))
+        elif kind == "back":
+            _give_back(found, map(str, event["keys"]), int(event["step"]))
+        elif kind == "drop":
+            found.dropped[str(event["key"])] = (int(event["step"]), str(event["why"]))
+        elif kind == "orphan":
+            found.orphans.add(str(event["trajectory"]))
+        elif kind == "late":
+            found.late.update(map(str, event["ids"]))
+        elif kind == "end":
+            found.parts[-1] = found.parts[-1][0], True
+    return found
+
+
+def _give_back(found: Account, keys: Iterable[str], step: int) -> None:
+    """Undo that a step was given groups, and that it dropped them after that."""
+    for key in keys:
+        if step in found.taken.get(key, ()):
+            found.taken[key].remove(step)
+        if key in found.dropped and found.dropped[key][0] == step:
+            del found.dropped[key]
+
+
+def _places(file: Path) -> dict[str, int]:
+    """Return where in its file each trajectory begins; what a kill left of a line is passed over."""
+    places: dict[str, int] = {}
+    offset = 0
+    with file.open("rb") as lines:
+        for line in lines:
+            if line.rstrip().endswith(b"}"):
+                places[str(orjson.loads(line)["id"])] = offset
+            offset += len(line)
+    return places
+
 
 LEDGER, TRAJECTORIES, BATCHES = "ledger.jsonl", "trajectories.jsonl", "batches.jsonl"
 _TEXT = "text"

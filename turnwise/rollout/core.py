@@ -1,8 +1,4 @@
-"""The contracts between rollouts and training: who makes trajectories, and where they wait.
-
-Owns: :class:`RolloutManager` and :class:`ReplayBuffer`. A trainer knows nothing else of rollouts, whether they
-happen in this process or on other machines.
-"""
+"""The contracts between rollouts and training: who makes trajectories, and where they wait."""
 
 from __future__ import annotations
 
@@ -17,10 +13,10 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from turnwise.errors import InferenceError
-from turnwise.inference.core import LLMClient, Renderer
-from turnwise.inference.frozen import FrozenPolicy
-from turnwise.rollout.journal import Journal
-from turnwise.rollout.strategies import GroupFacts
+from turnwise.gateway.frozen import FrozenPolicy
+from turnwise.model.core import LLMClient, Renderer
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 

@@ -1,9 +1,5 @@
 """Group rewards: what a trajectory is worth beside the others of its group.
 
-Owns: :class:`GroupRewarder`, which runs one function on each finished group and notes what it says. Refuses: knowing
-any such function (``envs/rewards/groups.py`` ships some). A function that fails makes the group's trajectories errors,
-never a reward of zero.
-
 Trajectories are written when their group is complete, so that what stands on disk holds its rewards. What a
 cancellation or a failure leaves of a group is written as it is, with an error; at the end of a run, what its journal
 keeps for the next process is left to that.
@@ -22,11 +18,10 @@ from typing import Any
 from turnwise.agents.roles import TRAINED
 from turnwise.envs.core import Env
 from turnwise.envs.results import finite, named_numbers
-from turnwise.envs.rewards.core import call_function
+from turnwise.envs.rewards.core import call_function, is_async
 from turnwise.envs.rewards.loading import describe, load_function
-from turnwise.envs.rewards.parts import is_async
 from turnwise.errors import ConfigError, EnvError, shown
-from turnwise.inference.canonical import clean
+from turnwise.model.canonical import clean
 from turnwise.rollout.config import GroupRewardConfig
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup

@@ -1,42 +1,91 @@
-"""One episode, from reset to close. The one place where errors become data.
-
-Owns: :class:`EpisodeRunner`. Whatever an environment, an agent, a tool or a server does, :meth:`EpisodeRunner.run`
-returns trajectories that say so: a stop reason for every end, an error where one ended the episode. An episode
-that an error ended is never scored, so a failure is never a reward of zero.
-"""
+"""One episode, from reset to close. The one place where errors become data."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.agents.core import Agent, Episode, EpisodeLimits, ToolThreadLost
-from turnwise.agents.rewards import check_owners
+from turnwise.agents.core import Agent, Episode, EpisodeLimits, Reward, ToolThreadLost, check_owners
+from turnwise.agents.roles import Compare, compared_within
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import AgentError, BudgetSpent, ConfigError, EnvError, TurnwiseError
-from turnwise.inference.canonical import clean
-from turnwise.inference.core import LLMClient, Renderer
-from turnwise.inference.frozen import FrozenPolicy
-from turnwise.inference.gateway.addresses import AddressForm
-from turnwise.inference.gateway.hosted_client import HostedClient
-from turnwise.inference.gateway.local import LocalGateway
+from turnwise.gateway.endpoints import AddressForm
+from turnwise.gateway.frozen import FrozenPolicy
+from turnwise.gateway.local import LocalGateway
+from turnwise.gateway.proxy.client import HostedClient
+from turnwise.model.canonical import clean
+from turnwise.model.core import LLMClient, Renderer
+from turnwise.recorder.session import Session
 from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.outcome import session_trajectories
-from turnwise.rollout.sessions import EpisodeSessions, Sampler
+from turnwise.rollout.sessions import EpisodeSessions, Sampler, metrics_of, turn_metrics
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks import Task
 from turnwise.tools.loading import Toolbox
-from turnwise.tools.media import check_media
+from turnwise.tools.response import check_media
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason
+
+
+def session_trajectories(
+    blank: Trajectory,
+    opened: Mapping[str, tuple[Session, str]],
+    episode: Episode | None,
+    *,
+    compare: Compare,
+    save_messages: bool,
+) -> list[Trajectory]:
+    """Return one trajectory for each session, the main one first, else in the order in which they were opened.
+
+    Args:
+        blank: What all have in common. It is the one that there is where no session was opened.
+        opened: Session and policy by the session's name.
+        episode: Holds rewards and metrics; None where the environment did not reset.
+        compare: Who is compared with whom.
+        save_messages: Whether segments hold their messages.
+    """
+    rewards = episode.rewards if episode is not None else []
+    metrics = episode.metrics if episode is not None else {}
+    if not opened:
+        return [replace(blank, rewards=_events(rewards, "main"), metrics=blank.metrics | metrics)]
+    result: list[Trajectory] = []
+    for name, (session, policy) in sorted(opened.items(), key=lambda item: item[0] != "main"):
+        # What was counted of the episode stands once, in its first trajectory.
+        counted = metrics_of(session, blank.metrics) | ({} if result else metrics)
+        result.append(
+            replace(
+                blank,
+                id=session.id,
+                group_id=compared_within(blank.group_id, name, policy, compare),
+                agent=name,
+                policy=policy,
+                reasoning=session.reasoning,
+                echo=session.echo,
+                recorded=session.recorded_as,
+                segments=session.segments(messages=save_messages),
+                rewards=_events(rewards, name),
+                metrics=counted,
+                turn_metrics=turn_metrics(session, name, episode),
+                states=_states(episode, name),
+            )
+        )
+    return result
+
+
+def _events(rewards: Sequence[Reward], agent: str) -> list[tuple[str | None, str, float]]:
+    return [(each.turn_id, each.name, each.value) for each in rewards if each.agent == agent]
+
+
+def _states(episode: Episode | None, agent: str) -> dict[str, str]:
+    held = episode.states.items() if episode is not None else ()
+    return {turn or "": state for (name, turn), state in held if name == agent}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,4 @@
-"""The sessions of one episode.
-
-Owns: :class:`EpisodeSessions`: what a session of an episode is opened with, which ones there are, and their addresses;
-and what is counted of a session.
-Refuses: making trajectories of them (``runner.py``).
-"""
+"""The sessions of one episode."""
 
 from __future__ import annotations
 
@@ -15,14 +10,14 @@ from typing import Self
 from turnwise.agents.core import Episode
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AgentError, TurnwiseError
-from turnwise.inference.core import LLMClient, Renderer
-from turnwise.inference.frozen import FrozenPolicy
-from turnwise.inference.gateway.addresses import Place
-from turnwise.inference.gateway.hosted_client import HostedClient
-from turnwise.inference.gateway.hosted_session import TextSession
-from turnwise.inference.gateway.local import Door, LocalGateway
-from turnwise.inference.session import Session, SessionLimits
-from turnwise.inference.token_session import TokenSession
+from turnwise.gateway.endpoints import Place
+from turnwise.gateway.frozen import FrozenPolicy
+from turnwise.gateway.local import Door, LocalGateway
+from turnwise.gateway.proxy.client import HostedClient
+from turnwise.gateway.proxy.session import TextSession
+from turnwise.model.core import LLMClient, Renderer
+from turnwise.recorder.session import Session, SessionLimits
+from turnwise.recorder.token_session import TokenSession
 from turnwise.rollout.config import RolloutConfig
 from turnwise.seeding import stable_hash
 from turnwise.types import SamplingParams

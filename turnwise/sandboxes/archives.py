@@ -1,8 +1,4 @@
-"""Archives that cross a sandbox's border.
-
-Owns: packing a folder of the host, and writing what came out of a sandbox without ever leaving the folder that it is
-meant for. Nothing in such an archive is trusted: neither names, nor links, nor sizes.
-"""
+"""Archives that cross a sandbox's border."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The configuration section of sandboxes, and the names of backends.
-
-Owns: :class:`SandboxConfig`, the registry :data:`BACKENDS`, :func:`register_backend` and :func:`open_backend`. Refuses:
-what a backend's own keys mean; each checks its ``config`` itself, when it is made.
-"""
+"""The configuration section of sandboxes, and the names of backends."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from turnwise.config import ConfigReference
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.references import load_object
+from turnwise.plugins import load_object
 from turnwise.sandboxes.core import SandboxBackend, SandboxLimits, SandboxSpec
 
 B = TypeVar("B", bound=type[SandboxBackend])

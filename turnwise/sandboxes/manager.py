@@ -1,7 +1,4 @@
-"""The sandboxes of one process: opened with bounds and retries, kept ahead, and all closed at its end.
-
-Owns: :class:`SandboxManager`. Refuses: what a sandbox is (``core.py``) and which backend there is (``config.py``).
-"""
+"""The sandboxes of one process: opened with bounds and retries, kept ahead, and all closed at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders as archives, made where they are: on the host, and inside a sandbox by what serves requests there.
+"""Archives of files and folders, written where the files are: on the host or inside a sandbox.
 
 :func:`write_archive` packs, and copes with files that change meanwhile; :func:`extract` writes one member of an archive
 of the host. What comes out of a sandbox is read elsewhere (``archives.py``). It imports nothing of this package: its

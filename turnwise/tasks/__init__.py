@@ -5,7 +5,7 @@ from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks, load_mix, open_order
 from turnwise.tasks.order import HeldOrder, LazyOrder, TaskOrder
 from turnwise.tasks.reader import Keep, SourceReport, iter_tasks, load_tasks
-from turnwise.tasks.rows import TaskSource
+from turnwise.tasks.sources import TaskSource
 
 __all__ = [
     "HeldOrder",

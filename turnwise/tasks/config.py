@@ -1,8 +1,4 @@
-"""The configuration of task sources.
-
-Owns: :class:`SourceConfig` (one source: where its rows are and what is made of them) and :data:`TasksConfig`, what
-``tasks:`` takes in a configuration. Refuses: reading anything.
-"""
+"""The configuration of task sources."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a task is, and how a row becomes one.
-
-Owns: :class:`Task`. Refuses: reading files (``rows.py``), and guessing: a row that cannot be read is an error that
-names where it stands and its field.
-"""
+"""What a task is, and how a row becomes one."""
 
 from __future__ import annotations
 

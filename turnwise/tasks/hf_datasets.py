@@ -1,8 +1,4 @@
-"""Rows of Hugging Face datasets: folders that ``datasets`` wrote or can read, and datasets of the hub.
-
-Owns: :class:`FolderRows` and :class:`HubRows`; the only file that imports datasets. Nothing is downloaded but for a
-source that begins with ``hf://``, and then as it is read.
-"""
+"""Rows of Hugging Face datasets: folders that ``datasets`` wrote or can read, and datasets of the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import MissingExtraError, TaskError
-from turnwise.tasks.rows import HUB, Row, Rows, choose_split, query_arguments
+from turnwise.tasks.sources import HUB, Row, Rows, choose_split, query_arguments
 
 
 class _DatasetRows(Rows):

@@ -1,9 +1,4 @@
-"""Several sources together.
-
-Owns: :func:`open_order` (training: an order without an end, in which each source has its share) and :func:`load_mix`
-(evaluation: every task once), for one source as for many. Refuses: reading a source (``reader.py``) and the order
-within one (``order.py``).
-"""
+"""Several sources together."""
 
 from __future__ import annotations
 
@@ -18,8 +13,7 @@ from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
 from turnwise.tasks.config import SourceConfig, Sources, sources_of
 from turnwise.tasks.core import Task
-from turnwise.tasks.curriculum import CurriculumConfig, CurriculumOrder
-from turnwise.tasks.order import HeldOrder, LazyOrder, TaskOrder, left_out
+from turnwise.tasks.order import CurriculumConfig, CurriculumOrder, HeldOrder, LazyOrder, TaskOrder, left_out
 from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
 # Sources with more tasks than this are streamed, unless they say otherwise.

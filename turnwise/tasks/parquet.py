@@ -1,7 +1,4 @@
-"""Rows of parquet files, batch by batch.
-
-Owns: :class:`ParquetRows`; the only file that imports pyarrow.
-"""
+"""Rows of parquet files, batch by batch."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import MissingExtraError, TaskError
-from turnwise.tasks.rows import Row, Rows
+from turnwise.tasks.sources import Row, Rows
 
 BATCH = 1024
 

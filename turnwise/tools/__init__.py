@@ -1,22 +1,30 @@
 """Tools: functions, methods and objects that a model may call."""
 
-from turnwise.tools.agent_data import AgentData
 from turnwise.tools.config import MCPServerConfig, ToolsConfig
-from turnwise.tools.core import DEFAULT_MAX_OUTPUT, BaseTool, FunctionTool, Tool, as_tool, function_tool
-from turnwise.tools.execute import Outcome, ToolRunner
-from turnwise.tools.injected import Injected
-from turnwise.tools.limits import OutputLimit
+from turnwise.tools.core import (
+    DEFAULT_MAX_OUTPUT,
+    AgentData,
+    BaseTool,
+    FunctionTool,
+    Tool,
+    as_tool,
+    function_tool,
+    get_tool,
+    register_tool,
+    tool_names,
+)
+from turnwise.tools.execute import Outcome, ToolRunner, ToolThreads
 from turnwise.tools.loading import Toolbox, load_function_tools, load_tool_config
-from turnwise.tools.openai_schema import (
+from turnwise.tools.response import INVALID_CALLS, OutputLimit, ToolResponse
+from turnwise.tools.schema import (
     OpenAIFunctionParametersSchema,
     OpenAIFunctionPropertySchema,
     OpenAIFunctionSchema,
     OpenAIFunctionToolSchema,
+    as_schema,
+    function_schema,
 )
-from turnwise.tools.registry import get_tool, register_tool, tool_names
-from turnwise.tools.response import INVALID_CALLS, ToolResponse
-from turnwise.tools.schema import as_schema, function_schema
-from turnwise.tools.threads import ToolThreads
+from turnwise.tools.signatures import Injected
 
 __all__ = [
     "DEFAULT_MAX_OUTPUT",

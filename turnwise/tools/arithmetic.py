@@ -1,9 +1,4 @@
-"""Exact arithmetic on what a model wrote: the calculator of the environments that ship.
-
-Owns: :func:`evaluate`, from an expression to a fraction, and how numbers are read (:func:`read_number`) and written
-(:func:`write_number`). Refuses: Python's ``eval``, names, functions, floating point, and work without a bound: a text
-that is too long, too deep or whose value is too large is a ToolError before it costs anything.
-"""
+"""Exact arithmetic on what a model wrote: the calculator of the environments that ship."""
 
 from __future__ import annotations
 

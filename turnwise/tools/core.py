@@ -1,32 +1,115 @@
-"""What a tool is.
-
-Owns: :class:`FunctionTool` with its decorator :func:`function_tool`, and :class:`BaseTool` for tools with a life of
-their own. Refuses: running calls (``execute.py``) and what they answer (``response.py``).
-"""
+"""What a tool is."""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import functools
 import inspect
 import sys
 import types
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel
 
-from turnwise.errors import ToolSchemaError, shown
-from turnwise.references import load_object
-from turnwise.tools.hints import Namespace
-from turnwise.tools.limits import OutputLimit
-from turnwise.tools.media import as_media
-from turnwise.tools.openai_schema import OpenAIFunctionToolSchema
-from turnwise.tools.registry import SHIPPED, get_tool, register_tool, tool_names
-from turnwise.tools.response import ToolResponse
-from turnwise.tools.schema import Arguments, arguments_of, as_schema, function_schema, injected_of
+from turnwise.errors import RegistryError, ToolSchemaError, shown
+from turnwise.plugins import load_object
+from turnwise.sandboxes.core import Sandbox
+from turnwise.tools.response import OutputLimit, ToolResponse, as_media
+from turnwise.tools.schema import (
+    Arguments,
+    OpenAIFunctionToolSchema,
+    arguments_of,
+    as_schema,
+    function_schema,
+    injected_of,
+)
 from turnwise.tools.secrets import Secret, check_secrets, with_secrets
-from turnwise.types import ToolSchema
+from turnwise.tools.signatures import Namespace
+from turnwise.types import Message, ToolSchema
+
+SHIPPED: Final[Mapping[str, str]] = {
+    "apply_patch": "turnwise.tools.sandboxed.patches:ApplyPatchTool",
+    "editor": "turnwise.tools.sandboxed.editor:EditorTool",
+    "python": "turnwise.tools.sandboxed.python:PythonTool",
+    "shell": "turnwise.tools.sandboxed.shell:ShellTool",
+    "submit": "turnwise.tools.sandboxed.base:SubmitTool",
+}
+"""The tools that ship by name: BaseTools, all but ``submit`` at work in the episode's sandbox."""
+
+_TOOLS: dict[str, FunctionTool] = {}
+
+
+def register_tool(tool: FunctionTool) -> None:
+    """Put a tool under its name. The same function again (a module that is loaded anew) replaces itself.
+
+    Raises:
+        RegistryError: Another function has this name.
+    """
+    known = _TOOLS.get(tool.name)
+    if known is not None and (_place(known) != _place(tool) or _stand_side_by_side(known, tool)):
+        raise RegistryError(
+            f"the tool name {tool.name!r} is taken by {_place(known)}{_line(known)}; {_place(tool)}{_line(tool)} needs "
+            "another one: write "
+            '@function_tool("other_name")'
+        )
+    _TOOLS[tool.name] = tool
+
+
+def get_tool(name: str) -> FunctionTool:
+    """Return the tool of this name.
+
+    Raises:
+        RegistryError: There is none; the message says which come close.
+    """
+    found = _TOOLS.get(name)
+    if found is None:
+        raise RegistryError(
+            f"there is no tool {name!r}{nearest(name, [*_TOOLS, *SHIPPED])}; decorate a function with @function_tool "
+            f"and import its module, or name one that ships: {', '.join(SHIPPED)}"
+        )
+    return found
+
+
+def tool_names() -> list[str]:
+    """Return the registered names, sorted."""
+    return sorted(_TOOLS)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` with the known names that come close, or an empty text."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _place(tool: FunctionTool) -> str:
+    return f"{tool.fn.__module__}.{tool.fn.__qualname__} ({tool.fn.__code__.co_filename})"
+
+
+def _line(tool: FunctionTool) -> str:
+    return f" line {tool.fn.__code__.co_firstlineno}"
+
+
+def _stand_side_by_side(one: FunctionTool, other: FunctionTool) -> bool:
+    """Whether functions of one name and file are two of it, rather than one that moved and was loaded anew."""
+    lines = {tool.fn.__code__.co_firstlineno for tool in (one, other)}
+    if len(lines) == 1:
+        return False
+    try:
+        tree = ast.parse(Path(one.fn.__code__.co_filename).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    starts = {
+        min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == one.fn.__code__.co_name
+    }
+    return lines <= starts
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -238,7 +321,7 @@ class BaseTool:
     episodes at the same time; the instance id tells them apart. ``task.data["tools_kwargs"][name]`` may hold
     ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs`` and ``release_kwargs``.
 
-    A method that takes ``agent_data`` is given the episode's :class:`~turnwise.tools.agent_data.AgentData`; ``execute``
+    A method that takes ``agent_data`` is given the episode's :class:`~turnwise.tools.core.AgentData`; ``execute``
     takes it by ``**kwargs`` too. A ``create`` that takes ``create_kwargs`` (also by ``**kwargs``) is given them as one
     dict besides.
 
@@ -388,3 +471,44 @@ def shipped(name: str) -> BaseTool:
 @functools.lru_cache(maxsize=1024)
 def _inferred(fn: Callable[..., Any]) -> FunctionTool:
     return FunctionTool(fn)
+
+
+_TOKENS: Final = frozenset(
+    ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "routed_experts", "image_data", "video_data")
+)
+
+
+@dataclass(slots=True)
+class AgentData:
+    """The episode, as its BaseTools see it; one object per episode, handed to every tool that takes ``agent_data``.
+
+    Attributes:
+        request_id: Names the episode: equal for all its calls, different from any other's.
+        tools_kwargs: The task's arguments for tools, by tool name.
+        messages: What the environment and the agent said so far, as far as it passed through the environment. To be
+            read: the model never sees what is written into it.
+        tool_rewards: Rewards that calls have given so far.
+        sandbox: Where the episode's commands run; None where its environment opened none.
+        extra_fields: Yours: what tools of one episode share.
+    """
+
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
+    tool_rewards: list[float] = field(default_factory=list)
+    sandbox: Sandbox | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def assistant_turns(self) -> int:
+        """How many messages of the agent the environment has seen."""
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+    def __getattr__(self, name: str) -> Any:
+        why = (
+            "tools never see tokens; only the session does"
+            if name in _TOKENS
+            else "it has request_id, tools_kwargs, messages, tool_rewards, sandbox, assistant_turns and extra_fields, "
+            "which is free for what tools share"
+        )
+        raise AttributeError(f"agent_data has no {name!r}: {why}")

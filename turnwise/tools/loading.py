@@ -1,8 +1,4 @@
-"""Tools that a configuration names: from a Python file, from a YAML file, from MCP servers.
-
-Owns: :func:`load_function_tools`, :func:`load_tool_config`, and :class:`Toolbox`, which holds what a run loaded and
-closes it. Refuses: two tools of one name; all that collide are named at once, each with both places.
-"""
+"""Tools that a configuration names: from a Python file, from a YAML file, from MCP servers."""
 
 from __future__ import annotations
 
@@ -18,11 +14,10 @@ import yaml
 
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, RegistryError, ToolSchemaError, shown
-from turnwise.references import load_file, load_object
+from turnwise.plugins import load_file, load_object
 from turnwise.tools.config import NamedToolConfig, ToolEntry, ToolFile, ToolsConfig
-from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
-from turnwise.tools.openai_schema import OpenAIFunctionToolSchema
-from turnwise.tools.registry import SHIPPED, get_tool, nearest, tool_names
+from turnwise.tools.core import SHIPPED, BaseTool, FunctionTool, Tool, as_tool, get_tool, nearest, tool_names
+from turnwise.tools.schema import OpenAIFunctionToolSchema
 from turnwise.tools.secrets import Secrets, with_secrets
 
 

@@ -1,9 +1,4 @@
-"""From a signature to a JSON schema, and from a model's arguments to Python values.
-
-Owns: what a function's type hints and docstring say to a model (:func:`function_schema`), what may be given instead
-(:func:`as_schema`), and :class:`Arguments`, which holds calls against the whole schema. Refuses: losing any part of a
-schema, and offering what JSON cannot express.
-"""
+"""From a signature to a JSON schema, and from a model's arguments to Python values."""
 
 from __future__ import annotations
 
@@ -12,24 +7,196 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NotRequired, Required, Union, get_origin
+from typing import Any, Final, NotRequired, Required, Self, TypeAlias, Union, get_origin
 
 import typing_extensions
+from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 from pydantic import BaseModel, Field, TypeAdapter
 from pydantic import ValidationError as PydanticValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError, to_jsonable_python
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012, specification_with
 
 from turnwise.errors import ToolSchemaError, shown
-from turnwise.tools.dialects import dialect_of, unresolved, validator_of
-from turnwise.tools.docstring import read_docstring
-from turnwise.tools.hints import Namespace, hints_of, plain_hint
-from turnwise.tools.injected import injected_parameters
-from turnwise.tools.inline import plain_schema
-from turnwise.tools.plain import quick_check
+from turnwise.tools.signatures import Namespace, hints_of, injected_parameters, plain_hint, plain_schema, read_docstring
 from turnwise.types import ToolSchema
+
+
+def dialect_of(schema: Mapping[str, Any]) -> type[Validator]:
+    """Return the dialect of a schema: what its ``$schema`` names, by default draft 2020-12."""
+    found: type[Validator] = validator_for(schema, default=Draft202012Validator)
+    return found
+
+
+def validator_of(schema: Mapping[str, Any]) -> Validator:
+    """Return what holds values against a schema."""
+    # With a registry of its own it fetches nothing.
+    return dialect_of(schema)(schema, registry=Registry())
+
+
+def unresolved(schema: Mapping[str, Any]) -> str | None:
+    """Return a reference of a valid schema that nothing in it answers to, or None."""
+    dialect = schema.get("$schema")
+    specification = DRAFT202012 if dialect is None else specification_with(dialect, default=DRAFT202012)
+    root = specification.create_resource(schema)
+    waiting = [(root, Registry().resolver_with_root(root))]
+    seen: set[int] = set()
+    while waiting:
+        resource, resolver = waiting.pop()
+        contents = resource.contents
+        if not isinstance(contents, Mapping) or id(contents) in seen:
+            continue
+        seen.add(id(contents))
+        for reference in [contents[key] for key in ("$ref", "$dynamicRef") if isinstance(contents.get(key), str)]:
+            try:
+                found = resolver.lookup(reference)
+            except Unresolvable:
+                return str(reference)
+            # It may lead to a place where no schema is looked for otherwise.
+            waiting.append((specification.create_resource(found.contents), found.resolver))
+        waiting += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
+    return None
+
+
+Test: TypeAlias = Callable[[Any], bool]
+"""True only for values that fit."""
+
+_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+_NOTES: Final = frozenset(("title", "description", "default", "examples", "format"))
+"""Keywords that restrict nothing."""
+_BOUNDS: Final = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_LENGTHS: Final = frozenset(("minLength", "maxLength"))
+_ARRAY: Final = frozenset(("items", "minItems", "maxItems"))
+_OBJECT: Final = frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties"))
+_INFINITE: Final = float("inf")
+
+
+def quick_check(schema: Mapping[str, Any]) -> Test | None:
+    """Return a test that is true only for arguments which fit the schema, or None where the schema is not plain.
+
+    Args:
+        schema: A JSON schema of type ``object``. Plain are schemas of strings, numbers, booleans, null, arrays and
+            objects with the limits of their sizes, of texts to choose from, and unions of such.
+    """
+    return _object(schema) if schema.get("type") == "object" else None
+
+
+def _compile(schema: Any) -> Test | None:
+    if not isinstance(schema, Mapping):
+        return None
+    keywords = set(schema) - _NOTES
+    if not keywords:
+        return _anything
+    if keywords == {"anyOf"}:
+        return _any_of([_compile(each) for each in schema["anyOf"]])
+    if "enum" in keywords or "const" in keywords:
+        return _texts(schema, keywords)
+    kind = schema.get("type")
+    if kind == "object":
+        return _object(schema)
+    if kind == "array":
+        return _array(schema) if keywords <= {"type", *_ARRAY} else None
+    if kind in ("integer", "number") and keywords & _BOUNDS:
+        return _bounded(schema, frozenset(_TYPES[kind])) if keywords <= {"type", *_BOUNDS} else None
+    if kind == "string" and keywords & _LENGTHS:
+        return _long(schema) if keywords <= {"type", *_LENGTHS} else None
+    return _of_types(kind) if keywords == {"type"} else None
+
+
+def _anything(value: Any) -> bool:  # noqa: ARG001 - a test
+    return True
+
+
+def _any_of(tests: list[Test | None]) -> Test | None:
+    found = [test for test in tests if test is not None]
+    return (lambda value: any(test(value) for test in found)) if len(found) == len(tests) else None
+
+
+def _of_types(kind: Any) -> Test | None:
+    names = kind if isinstance(kind, list) else [kind]
+    if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
+        return None
+    # By type: 0 and 1 are no booleans of a schema, although they equal them.
+    types = frozenset(each for name in names for each in _TYPES[name])
+    return lambda value: type(value) in types
+
+
+def _texts(schema: Mapping[str, Any], keywords: set[str]) -> Test | None:
+    texts = schema["enum"] if "enum" in keywords else [schema["const"]]
+    allowed = ({"enum"}, {"enum", "type"}, {"const"}, {"const", "type"})
+    if keywords not in allowed or not all(isinstance(text, str) for text in texts):
+        return None
+    if schema.get("type", "string") != "string":
+        return None
+    known = frozenset(texts)
+    return lambda value: type(value) is str and value in known
+
+
+def _bounded(schema: Mapping[str, Any], types: frozenset[type]) -> Test:
+    least, most = schema.get("minimum", -_INFINITE), schema.get("maximum", _INFINITE)
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    return lambda value: (
+        type(value) in types
+        and least <= value <= most
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
+
+
+def _long(schema: Mapping[str, Any]) -> Test:
+    least, most = schema.get("minLength", 0), schema.get("maxLength", _INFINITE)
+    return lambda value: type(value) is str and least <= len(value) <= most
+
+
+def _array(schema: Mapping[str, Any]) -> Test | None:
+    item = _compile(schema.get("items", {}))
+    if item is None:
+        return None
+    least, most = schema.get("minItems", 0), schema.get("maxItems", _INFINITE)
+    return lambda value: type(value) is list and least <= len(value) <= most and all(item(each) for each in value)
+
+
+def _object(schema: Mapping[str, Any]) -> Test | None:
+    if set(schema) - {"type"} - _OBJECT - _NOTES:
+        return None
+    tests: dict[str, Test] = {}
+    for name, value in schema.get("properties", {}).items():
+        test = _compile(value)
+        if test is None:
+            return None
+        tests[name] = test
+    others = schema.get("additionalProperties", True)
+    other: Test | None = _anything if others is True else None
+    if others is not True and others is not False:
+        other = _compile(others)
+        if other is None:
+            return None
+    required = frozenset(schema.get("required", ()))
+    least, most = schema.get("minProperties", 0), schema.get("maxProperties", _INFINITE)
+
+    def fits(value: Any) -> bool:
+        if type(value) is not dict or not required <= value.keys() or not least <= len(value) <= most:
+            return False
+        for name, each in value.items():
+            test = tests.get(name, other)
+            if test is None or not test(each):
+                return False
+        return True
+
+    return fits
+
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 _TypedDict: Final[Any] = typing_extensions.TypedDict  # called with fields that only the run knows
@@ -363,3 +530,64 @@ def _default(label: str, parameter: inspect.Parameter) -> Any:
             f"tool {label!r}: the default of {parameter.name!r} is {parameter.default!r}, which JSON cannot express: "
             "use None and put it in place inside the function"
         ) from error
+
+
+class _Open(dict[str, Any]):
+    """A dict whose keys are attributes too; what is nested in it is read the same way."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look for methods by name: those are no keys.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self:
+            if name in ("description", "enum", "required", "strict"):
+                return None
+            raise AttributeError(f"{type(self).__name__} has no {name!r}: it has {', '.join(self) or 'nothing'}")
+        value = self[name]
+        if type(value) is dict:
+            # Put in its place, so that what is written into the part stands in the whole.
+            value = self[name] = _PARTS.get(name, _Open)(value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    @classmethod
+    def model_validate(cls, value: Mapping[str, Any]) -> Self:
+        """Return a mapping as this class."""
+        return cls(copy.deepcopy(dict(value)))
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        """Return plain dicts of everything that is in it, perhaps without the keys whose value is None."""
+        plain: dict[str, Any] = _plain(self, exclude_none)
+        return plain
+
+
+class OpenAIFunctionPropertySchema(_Open):
+    """The schema of one parameter: ``type``, ``description``, ``enum``, and any other keyword of JSON schema."""
+
+
+class OpenAIFunctionParametersSchema(_Open):
+    """The schema of the parameters: ``type``, ``properties``, ``required``, and any other keyword of JSON schema."""
+
+
+class OpenAIFunctionSchema(_Open):
+    """A function: ``name``, ``description``, ``parameters``."""
+
+
+class OpenAIFunctionToolSchema(_Open):
+    """A tool: ``type`` (``function``) and ``function``."""
+
+    @classmethod
+    def of(cls, schema: ToolSchema) -> Self:
+        """Return a ToolSchema in this form."""
+        return cls.model_validate(schema.to_json())
+
+
+_PARTS: dict[str, type[_Open]] = {"function": OpenAIFunctionSchema, "parameters": OpenAIFunctionParametersSchema}
+
+
+def _plain(value: Any, exclude_none: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item, exclude_none) for key, item in value.items() if not (exclude_none and item is None)}
+    return [_plain(item, exclude_none) for item in value] if isinstance(value, list) else copy.copy(value)

@@ -1,8 +1,5 @@
 """Values that no error may show.
 
-Owns: how tools and environments declare secrets, :func:`with_secrets`, which reads those that a configuration names,
-and :class:`Secrets`, which takes them out of texts. Refuses: guessing; what was not declared is no secret.
-
 A secret is declared as ``pydantic.SecretStr`` in a BaseTool's configuration or in ``tools_kwargs``, as
 ``{secret_env: NAME}`` in a BaseTool's configuration (the value of that environment variable, handed over as a
 SecretStr), or in ``secrets`` of a tool or an environment: names of environment variables, or SecretStr values.

@@ -1,19 +1,17 @@
-"""Training from Python: :class:`Trainer`.
-
-Owns: how objects of a program (an environment's class, an agent's function, rows, an algorithm) become a
-configuration, and :meth:`Trainer.fit`. Refuses: running anything (``train.py``). What is given becomes names and files
-first, so the run directory holds a configuration that the command line goes on with.
-"""
+"""Training from Python: :class:`Trainer`."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import orjson
 from pydantic import BaseModel
 from rich.console import Console
 
@@ -21,16 +19,127 @@ from turnwise.agents.core import Agent
 from turnwise.agents.registry import AgentMaker
 from turnwise.config import load_config
 from turnwise.envs.core import Env
-from turnwise.errors import ConfigError, shown
-from turnwise.references import reference_to
+from turnwise.errors import ConfigError, TaskError, shown
+from turnwise.plugins import reference_to
+from turnwise.tasks import SourceConfig, Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.custom_algorithm import Algorithm, as_algorithm, call_run
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.datasets import Dataset, task_config
-from turnwise.trainer.dry_run import DryRun, dry_run
-from turnwise.trainer.run import TrainRun
-from turnwise.trainer.train import TrainSummary, run_train, train
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.plan import DryRun, dry_run
+from turnwise.trainer.run.run import TrainRun
+from turnwise.trainer.run.train import TrainSummary, run_train, train
 from turnwise.trainer.training import Training
+
+Dataset: TypeAlias = "str | Path | SourceConfig | Iterable[Task | Mapping[str, Any]] | Callable[..., Any]"
+"""A source as ``tasks:`` takes it (text, a :class:`~turnwise.tasks.SourceConfig`, a list of either, which is a mix), a
+function at the top of a module that returns or yields rows, or rows: Tasks or dicts, of a list, a generator or a
+Hugging Face dataset."""
+
+MOST_ROWS: Final = 1_000_000
+"""More rows are not copied into a file: an iterable without an end would never let the run begin."""
+
+
+def task_config(dataset: Dataset, home: Path, *, name: str, whole_rows: bool = False) -> Any:
+    """Return what a configuration says for a dataset.
+
+    Args:
+        dataset: The dataset.
+        home: Where rows in memory are written, as ``datasets/NAME-DIGEST.jsonl``.
+        name: What the dataset is called.
+        whole_rows: Whether the rows are the agent's own affair: one without a ``prompt`` then has an empty one.
+
+    Raises:
+        TaskError: A row is no Task and no mapping, or holds what JSON cannot; the message names row and field. Or there
+            are no rows, or more than a million.
+        ConfigError: A function cannot be found again by another process.
+    """
+    if isinstance(dataset, (str, Path)):
+        return str(dataset)
+    if isinstance(dataset, SourceConfig) or (isinstance(dataset, Mapping) and "source" in dataset):
+        return dataset
+    if isinstance(dataset, Mapping):
+        raise TaskError(
+            f"the {name} dataset is a mapping of {', '.join(map(repr, dataset)) or 'nothing'}: give one of its parts "
+            "(dataset['train']), or a source with its keys ({'source': ...})"
+        )
+    if isinstance(dataset, (list, tuple)) and _is_mix(dataset):
+        return list(dataset)
+    if callable(dataset):
+        _callable_without_arguments(dataset, name)
+        return reference_to(dataset, f"{name} dataset")
+    lines = [_line(row, f"{name} dataset: row {number}", whole_rows) for number, row in _rows(dataset, name)]
+    if not lines:
+        raise TaskError(f"the {name} dataset holds no row")
+    content = b"\n".join(lines) + b"\n"
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    file = home / "datasets" / f"{name}-{digest}.jsonl"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(".draft")
+        draft.write_bytes(content)
+        draft.rename(file)
+    return str(file.absolute())
+
+
+def _is_mix(listed: Sequence[Any]) -> bool:
+    """Whether a list names sources, and holds no rows."""
+    return bool(listed) and all(
+        isinstance(each, (str, Path, SourceConfig))
+        or (isinstance(each, Mapping) and "source" in each and "prompt" not in each)
+        for each in listed
+    )
+
+
+def _callable_without_arguments(function: Callable[..., Any], name: str) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TaskError(
+            f"the {name} dataset is a function that cannot be called without arguments ({error}): give its rows, or "
+            "its reference with arguments, as pkg.module:function?n=200"
+        ) from error
+
+
+def _rows(dataset: Any, name: str) -> Iterator[tuple[int, Any]]:
+    try:
+        rows = iter(dataset)
+    except TypeError:
+        raise TaskError(
+            f"the {name} dataset is {shown(dataset)}: give rows (a list, a generator, a Hugging Face dataset), a "
+            "function that returns them, or a source as tasks: takes it"
+        ) from None
+    for number, row in enumerate(rows):
+        if number == MOST_ROWS:
+            raise TaskError(
+                f"the {name} dataset has more than {MOST_ROWS:,} rows, or no end: give the function that yields them "
+                "itself, or a file, so that it is streamed"
+            )
+        yield number, row
+
+
+def _line(row: Any, where: str, whole_rows: bool) -> bytes:
+    if isinstance(row, Task):
+        record: Mapping[str, Any] = row.to_record()
+    elif isinstance(row, Mapping):
+        record = {**row, "prompt": ""} if whole_rows and row.get("prompt") is None else row
+    else:
+        remedy = " (of a table, give its rows: frame.to_dict('records'))" if isinstance(row, str) else ""
+        raise TaskError(f"{where} is {shown(row)}: a row is a turnwise.Task or a dict{remedy}")
+    try:
+        return orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        field = next((key for key, value in record.items() if not _is_json(value)), None)
+        named = f": field {field!r} is {shown(record[field])}" if field is not None else ""
+        raise TaskError(f"{where} cannot be written as JSON ({error}){named}") from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return False
+    return True
+
 
 Config: TypeAlias = "TrainConfig | Mapping[str, Any] | str | Path | Sequence[str | Path]"
 Named: TypeAlias = "str | type[Any] | Mapping[str, Any] | Any"
@@ -62,7 +171,7 @@ class Trainer:
     Everything may stand in the configuration; what is given here is laid over it.
 
     Args:
-        config: A :class:`~turnwise.trainer.config.TrainConfig`, its keys as a mapping, or a YAML file (or several).
+        config: A :class:`~turnwise.trainer.config.train.TrainConfig`, its keys as a mapping, or YAML files.
         *overrides: ``key=value`` texts as on the command line.
         algorithm: What :meth:`fit` trains with unless it is told otherwise.
         agent: The agent: a registered name or reference, an ``Agent`` class, a ``@rollout`` function, or
@@ -70,7 +179,7 @@ class Trainer:
         env: The environment, in the same forms.
         model: Directory of the Hugging Face model that is trained.
         name: Name of the run; its directory is ``runs/NAME``. By default it is called after the agent or environment.
-        hooks: Subclasses of :class:`~turnwise.trainer.hooks.Hooks` or references to them; one, or several in a list.
+        hooks: Subclasses of :class:`~turnwise.trainer.run.hooks.Hooks` or references to them; one, or a list.
         n_runners: How many episodes run at the same time (``rollout.concurrency``).
         console: Where progress is shown; by default standard error.
 

@@ -1,7 +1,4 @@
-"""The examination of a learner: whether it does what its contract says (``learner.py``).
-
-Owns: :func:`check_learner`. Refuses: judging speed, and anything that needs more than a few short sequences.
-"""
+"""The examination of a learner: whether it does what its contract says (``learner.py``)."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from turnwise.engine.weights import read_weights, write_weights
 from turnwise.errors import TurnwiseError
-from turnwise.inference.weights import read_weights, write_weights
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
-from turnwise.trainer.learner import Learner
-from turnwise.trainer.packing import TrainRow, pack
-from turnwise.trainer.policy import load_model
-from turnwise.trainer.prefix_tree import SHORTEST_SHARED
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.batch.prefix_tree import SHORTEST_SHARED
+from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.model.policy import load_model
 from turnwise.trajectory import TrainSample
 
 _LENGTHS = (9, 14, 6, 11, 7)

@@ -1,9 +1,4 @@
-"""What an algorithm of one's own works with.
-
-Owns: :class:`Training`: the parts of a run, in the steps that an algorithm is made of. Refuses: the parts themselves
-(``run.py``) and what a train step does (``loops/steps.py``): whoever calls it gets all of it, so that every run is
-recorded, resumed and audited alike.
-"""
+"""What an algorithm of one's own works with."""
 
 from __future__ import annotations
 
@@ -11,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from turnwise.errors import TrainError
-from turnwise.evaluation.result import EvalResult
+from turnwise.evaluation.metrics import EvalResult
 from turnwise.rollout.core import RolloutRequest
 from turnwise.tasks import Task
-from turnwise.trainer.budget import Budget
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.loops.configured import train_as_configured
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.loops.steps import Batch, finish_step, roll_out, train_on
-from turnwise.trainer.run import TrainRun
+from turnwise.trainer.run.budget import Budget
+from turnwise.trainer.run.run import TrainRun
 from turnwise.trajectory import TrajectoryGroup
 
 

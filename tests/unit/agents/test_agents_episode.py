@@ -19,7 +19,7 @@ from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.tools.threads import ToolThreads
+from turnwise.tools.execute import ToolThreads
 from turnwise.types import StopReason, ToolCall
 
 LOG: list[str] = []

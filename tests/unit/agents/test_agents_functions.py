@@ -12,13 +12,13 @@ import pytest
 import torch
 from openai import AsyncOpenAI, OpenAI
 
-import turnwise.agents.lightning as agl
+import turnwise.compat.lightning as agl
 from support.chat_models import renderer_for
 from turnwise.agents import LLM, Episode, emit_reward, make_agent, register_agent, rollout
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, InferenceError, RegistryError
-from turnwise.inference.core import LLMClient
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.model.core import LLMClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer

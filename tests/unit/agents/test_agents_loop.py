@@ -9,7 +9,7 @@ import pytest
 
 from support.chat_models import renderer_for
 from turnwise.agents import make_agent
-from turnwise.agents.agent_loop import (
+from turnwise.compat.verl_agent_loop import (
     AgentLoopBase,
     AgentLoopMetrics,
     AgentLoopOutput,
@@ -18,7 +18,7 @@ from turnwise.agents.agent_loop import (
     rollout_trace_op,
     simple_timer,
 )
-from turnwise.envs.lookup import table
+from turnwise.envs.library.lookup import table
 from turnwise.errors import AgentError, BudgetSpent, RegistryError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig

@@ -8,7 +8,7 @@ from support.chat_models import renderer_for
 from support.examples import examples
 from turnwise import Agent, ToolEnv, function_tool
 from turnwise.agents import register_agent
-from turnwise.agents.room import fit_messages, fitted
+from turnwise.agents.core import fit_messages, fitted
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec

@@ -10,8 +10,8 @@ from turnwise.agents import make_agent
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import register
 from turnwise.errors import AgentError, ConfigError, EnvError, InferenceError
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task

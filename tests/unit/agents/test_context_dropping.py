@@ -8,7 +8,7 @@ from support.chat_models import renderer_for
 from support.context_episodes import page, play, reads, say
 from support.toy_renderer import ToyRenderer
 from turnwise.agents.context.config import DropConfig
-from turnwise.agents.context.dropping import droppable, dropped
+from turnwise.agents.context.conversation import droppable, dropped
 from turnwise.types import ToolCall
 
 DONE = say("42")

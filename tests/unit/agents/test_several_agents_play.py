@@ -13,7 +13,7 @@ from turnwise.config import load_config
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
-from turnwise.trainer.config import TrainConfig
+from turnwise.trainer.config.train import TrainConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from turnwise.envs import Env, EnvSpec, SingleTurnEnv, ToolEnv, check_env, tool_call
+from turnwise.envs.checker.core import CHECKS
 from turnwise.envs.core import StepResult
-from turnwise.envs.doctor.core import CHECKS
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.library.lookup import LookupEnv
 from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError
 from turnwise.tasks import Task
 from turnwise.tools import BaseTool, ToolResponse, function_tool

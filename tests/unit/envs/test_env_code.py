@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from turnwise.envs.code import problem_of, row
-from turnwise.envs.code.answers import code_of, program_of
-from turnwise.envs.code.compare import same_output, same_value
-from turnwise.envs.code.inside.wire import decode, encode
-from turnwise.envs.code.made import FORMATS, MADE, drawn, rows, tasks
+from turnwise.envs.library.code import problem_of, row
+from turnwise.envs.library.code.answers import code_of, program_of, same_output, same_value
+from turnwise.envs.library.code.inside.wire import decode, encode
+from turnwise.envs.library.code.made import FORMATS, MADE, drawn, rows, tasks
 from turnwise.envs.registration import make
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks import Task

@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from support.boxes import answered, called, fenced, some_boxes
 from support.code_cheats import FUNCTION_CHEATS, PROGRAM_CHEATS, rows
-from turnwise.envs.code import CodeEnv, row
 from turnwise.envs.core import invoke
+from turnwise.envs.library.code import CodeEnv, row
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, EnvError
 from turnwise.sandboxes.manager import SandboxManager

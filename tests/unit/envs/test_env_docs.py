@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from support.pages import blocks, section
-from turnwise.cli.check_env import command
+from turnwise.cli.check import check_env as check_env_command
 from turnwise.envs import check_env, wrappers
-from turnwise.envs.doctor.core import CHECKS
-from turnwise.envs.gym import from_gymnasium
+from turnwise.envs.checker.core import CHECKS
+from turnwise.envs.gym.to_gymnasium import from_gymnasium
 from turnwise.rollout.config import RolloutConfig
 
 PAGE = "environments.md"
@@ -55,7 +55,7 @@ def test_every_check_and_option_is_described():
     for name in CHECKS:
         assert all(word in rows.split() for word in name.removesuffix(" policy").split()), name
     for name in ("tasks", "limit", "seeds", "timeout", "context_length", "model"):
-        assert name in inspect.signature(command).parameters
+        assert name in inspect.signature(check_env_command).parameters
         assert f"`--{name.replace('_', '-')}" in text
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import guess_number, invoke, make, play_solution
-from turnwise.envs.guess_number import GuessNumberEnv
+from turnwise.envs import invoke, make, play_solution
+from turnwise.envs.library import guess_number
+from turnwise.envs.library.guess_number import GuessNumberEnv
 from turnwise.errors import EnvError, TaskError
 from turnwise.tasks import Task
 from turnwise.types import ToolCall

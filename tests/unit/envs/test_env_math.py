@@ -8,9 +8,10 @@ from itertools import islice
 
 import pytest
 
-from turnwise.envs import invoke, make, math, play_solution
-from turnwise.envs.math import calculations
-from turnwise.envs.math.made import made_rows
+from turnwise.envs import invoke, make, play_solution
+from turnwise.envs.library import math
+from turnwise.envs.library.math import calculations
+from turnwise.envs.library.math.made import made_rows
 from turnwise.errors import EnvError, MissingExtraError, TaskError
 from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
 from turnwise.tools.arithmetic import evaluate, write_number
@@ -43,13 +44,13 @@ GOOD = {"question": "How many?", "answer": "So <<1+1=2>>2.\n#### 2"}
 
 def test_rows_become_tasks(tmp_path):
     file = lines(tmp_path / "test.jsonl", GOOD, "", {"question": "And?", "answer": "1,450"})
-    first, second = load_tasks(f"turnwise.envs.math:tasks?path={file}")
+    first, second = load_tasks(f"turnwise.envs.library.math:tasks?path={file}")
     assert (first.id, first.prompt) == ("test-0", "How many?")
     assert first.data == {"answer": "2", "solution": GOOD["answer"]}
     # The number of a line, so that ids do not move when an earlier line is left out.
     assert (second.id, second.data["answer"]) == ("test-2", "1,450")
-    assert load_tasks(f"turnwise.envs.math:tasks?path={tmp_path}&split=test&n=1") == [first]
-    mapped = SourceConfig(source=str(file), map="turnwise.envs.math:row")
+    assert load_tasks(f"turnwise.envs.library.math:tasks?path={tmp_path}&split=test&n=1") == [first]
+    mapped = SourceConfig(source=str(file), map="turnwise.envs.library.math:row")
     assert [task.data for task in load_tasks(mapped)] == [first.data, second.data]
 
 
@@ -90,8 +91,8 @@ def test_what_is_no_file_is_named(tmp_path):
 
 def test_files_of_any_length_are_streamed(tmp_path):
     file = lines(tmp_path / "rows.jsonl", *[GOOD] * 5000)
-    assert sum(1 for _ in iter_tasks(f"turnwise.envs.math:tasks?path={file}")) == 5000
-    assert len(load_tasks(f"turnwise.envs.math:tasks?path={file}&n=7")) == 7
+    assert sum(1 for _ in iter_tasks(f"turnwise.envs.library.math:tasks?path={file}")) == 5000
+    assert len(load_tasks(f"turnwise.envs.library.math:tasks?path={file}&n=7")) == 7
 
 
 def test_made_problems_are_right_and_belong_to_one_split():

@@ -18,9 +18,8 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 from turnwise.envs import Env, StepResult, ToolEnv, invoke, make
-from turnwise.envs.lookup import LookupEnv, table
-from turnwise.envs.mcp_server import EnvServer
-from turnwise.envs.served import ServedEpisode
+from turnwise.envs.library.lookup import LookupEnv, table
+from turnwise.envs.mcp_server import EnvServer, ServedEpisode
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.errors import ConfigError, EnvError, TaskError
 from turnwise.tasks import Task
@@ -194,7 +193,7 @@ class TestProcesses:
             "from turnwise import function_tool\n@function_tool\ndef served_twice(n: int) -> int:\n"
             "    print('this goes to stderr')\n    return 2 * n\n"
         )
-        arguments = ["-m", "turnwise", "mcp", "lookup", "--tasks", "turnwise.envs.lookup:tasks?n=3&split=test"]
+        arguments = ["-m", "turnwise", "mcp", "lookup", "--tasks", "turnwise.envs.library.lookup:tasks?n=3&split=test"]
         arguments += ["--task", "lookup-test-0-1", "--function-tool-path", str(functions)]
         with (tmp_path / "log").open("w") as log:
             parameters = StdioServerParameters(command=sys.executable, args=arguments)
@@ -273,12 +272,12 @@ class TestProcesses:
     async def test_bad_command_lines(self, tmp_path) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "turnwise", "mcp", "lookup",
-            "--tasks", "turnwise.envs.lookup:tasks?n=3", "--task", "x",
+            "--tasks", "turnwise.envs.library.lookup:tasks?n=3", "--task", "x",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         out, err = await process.communicate()
         assert (process.returncode, out) == (1, b"")
-        assert "TaskError: --task x: turnwise.envs.lookup:tasks?n=3 names none" in err.decode()
+        assert "TaskError: --task x: turnwise.envs.library.lookup:tasks?n=3 names none" in err.decode()
 
     async def test_a_port_that_cannot_be(self) -> None:
         with pytest.raises(ConfigError, match=r"cannot bind 127.0.0.1 port 99999 .*choose another, or 0"):
@@ -316,7 +315,7 @@ class TestToolEnvironment:
         assert (result.reward, result.terminated) == (1.0, True)
 
     async def test_tasks_that_bring_a_system_prompt_keep_it(self) -> None:
-        env = make("tool", scorer="turnwise.envs.task_tools:only_tools", system="Be exact.")
+        env = make("tool", scorer="turnwise.envs.library.task_env:only_tools", system="Be exact.")
         own = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
         messages, _ = await invoke(env, "reset", Task("t", own))
         assert messages == own

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from turnwise.envs import invoke, make
-from turnwise.envs.nim import best, chosen, tasks
+from turnwise.envs.library.nim import best, chosen, tasks
 from turnwise.errors import EnvError, RegistryError, TaskError
 from turnwise.tasks import Task
 

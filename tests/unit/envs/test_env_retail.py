@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.toy_renderer import ToyRenderer
 from turnwise.envs import check_env, invoke, make, play_solution, schemas
-from turnwise.envs.retail.changes import CHANGES
-from turnwise.envs.retail.desk import Desk, dollars
-from turnwise.envs.retail.goal import LONGEST_ANSWER, goal_of, states
-from turnwise.envs.retail.requests import KINDS, compose
-from turnwise.envs.retail.store import COMPARED, Store
-from turnwise.envs.retail.tasks import drawn, tasks
-from turnwise.envs.retail.world import RETURN_DAYS, draw, world_seed
+from turnwise.envs.library.retail.changes import CHANGES
+from turnwise.envs.library.retail.desk import Desk, dollars
+from turnwise.envs.library.retail.goal import LONGEST_ANSWER, goal_of, states
+from turnwise.envs.library.retail.store import COMPARED, Store
+from turnwise.envs.library.retail.tasks import KINDS, compose, drawn, tasks
+from turnwise.envs.library.retail.world import RETURN_DAYS, draw, world_seed
 from turnwise.errors import EnvError, TaskError, ToolError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -87,7 +86,7 @@ def test_tasks_are_stable_and_of_every_kind():
     assert first[:7] == list(tasks(7, split="test"))
     assert first[3].id == "retail-test-0-3"
     assert Counter(each.data["kind"] for each in first) == dict.fromkeys(KINDS, 6)
-    assert load_tasks("turnwise.envs.retail:tasks?n=3&split=test&kind=refuse") == of_kind("refuse", 3)
+    assert load_tasks("turnwise.envs.library.retail:tasks?n=3&split=test&kind=refuse") == of_kind("refuse", 3)
     assert [each.prompt for each in first] != [each.prompt for each in tasks(60, split="train")]
 
 

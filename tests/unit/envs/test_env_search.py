@@ -17,12 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.envs import check_env, invoke, make, play_solution, schemas
-from turnwise.envs.search import bm25
-from turnwise.envs.search.bm25 import Index, index_of_encyclopedia, index_of_file
-from turnwise.envs.search.corpus import Passage, read_corpus
-from turnwise.envs.search.encyclopedia import SPLITS, encyclopedia
-from turnwise.envs.search.matching import answer_in, exact, f1, words
-from turnwise.envs.search.tasks import qa_tasks, questions, tasks
+from turnwise.envs.library.search import bm25
+from turnwise.envs.library.search.bm25 import Index, index_of_encyclopedia, index_of_file
+from turnwise.envs.library.search.encyclopedia import SPLITS, Passage, encyclopedia, read_corpus
+from turnwise.envs.library.search.tasks import answer_in, exact, f1, qa_tasks, questions, tasks, words
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks import Task, load_tasks
 from turnwise.types import ToolCall
@@ -97,7 +95,7 @@ def test_one_passage_is_not_enough():
 
 def test_tasks_are_stable_and_different():
     first = list(tasks(50, split="test"))
-    assert first == list(tasks(50, split="test")) == load_tasks("turnwise.envs.search:tasks?n=50&split=test")
+    assert first == list(tasks(50, split="test")) == load_tasks("turnwise.envs.library.search:tasks?n=50&split=test")
     assert first[:7] == list(tasks(7, split="test"))
     assert first[3].id == "search-test-0-3"
     many = list(tasks(2_100))
@@ -276,7 +274,7 @@ async def test_questions_from_a_file_over_ones_own_passages(own):
         Passage("7", "", "Dresden has a famous opera."),
         Passage("2", "", "An untitled passage without an id."),
     ]
-    first, second = load_tasks(f"turnwise.envs.search:qa_tasks?path={rows}")
+    first, second = load_tasks(f"turnwise.envs.library.search:qa_tasks?path={rows}")
     assert (first.id, first.data) == ("rows-1", {"level": 1, "answer": ["Elbe", "the river Elbe"]})
     assert (second.id, second.prompt, second.data) == ("q7", "How many operas?", {"answer": 1})
     env = make("search", corpus=corpus)
@@ -288,7 +286,7 @@ async def test_questions_from_a_file_over_ones_own_passages(own):
     part = make("search", corpus=corpus, metric="f1")
     await invoke(part, "reset", first, seed=0)
     assert (await invoke(part, "step", says("Elbe river probably"))).reward == pytest.approx(2 * 2 / 5)
-    with pytest.raises(TaskError, match=r"tasks: see turnwise.envs.search:qa_tasks"):
+    with pytest.raises(TaskError, match=r"tasks: see turnwise.envs.library.search:qa_tasks"):
         await invoke(env, "reset", None, seed=0)
     assert (await check_env(lambda: make("search", corpus=corpus), tasks=[first])).ok
 
@@ -380,7 +378,7 @@ def test_without_the_package_the_environment_says_what_to_install():
 
 
 def test_nothing_of_it_is_imported_before_it_is_used():
-    code = "import sys, turnwise, turnwise.envs.search, turnwise.envs.search.env; print('bm25s' in sys.modules)"
+    code = "import sys, turnwise.envs.library.search.env; print('bm25s' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )

@@ -21,17 +21,24 @@ from support.chat_models import model_dir
 from support.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.envs import check_env, invoke, make, play_solution, schemas
-from turnwise.envs.sql.compare import is_ordered, same_result, submitted
-from turnwise.envs.sql.database import SCHEMAS, Database, Result, made, opened
-from turnwise.envs.sql.gold import MOST_ROWS, is_right, question_of, says_something
-from turnwise.envs.sql.tasks import SPLITS, tasks
+from turnwise.envs.library.sql.database import SCHEMAS, Database, Result, made, opened
+from turnwise.envs.library.sql.gold import (
+    MOST_ROWS,
+    is_ordered,
+    is_right,
+    question_of,
+    same_result,
+    says_something,
+    submitted,
+)
+from turnwise.envs.library.sql.tasks import SPLITS, tasks
 from turnwise.errors import ConfigError, RegistryError, TaskError, ToolError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task, load_tasks
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.dry_run import dry_run
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.plan import dry_run
 from turnwise.types import ToolCall
 
 ROOT = Path(__file__).parents[3]
@@ -257,7 +264,7 @@ def test_no_gold_query_of_one_split_is_asked_for_in_the_other():
 
 def test_tasks_are_stable_and_do_not_tell_the_answer():
     first = list(tasks(50, split="test"))
-    assert first == list(tasks(50, split="test")) == load_tasks("turnwise.envs.sql:tasks?n=50&split=test")
+    assert first == list(tasks(50, split="test")) == load_tasks("turnwise.envs.library.sql:tasks?n=50&split=test")
     assert first[:23] == list(tasks(23, split="test"))
     assert first[3].id == "sql-test-0-3"
     assert {each.data["schema"] for each in tasks(100)} == set(SCHEMAS)
@@ -558,7 +565,11 @@ async def test_the_training_example_can_start(tmp_path):
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 32_768}))
     # A dry run looks for weights and reads none.
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    changes = [f"policies.main.model.path={model}", f"runs={tmp_path}/runs", "tasks=turnwise.envs.sql:tasks?n=40"]
+    changes = [
+        f"policies.main.model.path={model}",
+        f"runs={tmp_path}/runs",
+        "tasks=turnwise.envs.library.sql:tasks?n=40",
+    ]
     config = load_config(TrainConfig, ROOT / "examples/sql/train.yaml", changes)
     found = await dry_run(config)
     assert [check for check in found.checks if check.outcome != "ok"] == []

@@ -6,11 +6,11 @@ import pytest
 
 from support.swe_boxes import any_manager, episode, task, worth
 from turnwise.envs.core import invoke
+from turnwise.envs.library.swe import SweEnv
+from turnwise.envs.library.swe.judge import decide
+from turnwise.envs.library.swe.logs import TestStatus
+from turnwise.envs.library.swe.rows import instance_of
 from turnwise.envs.solution import play_solution
-from turnwise.envs.swe import SweEnv
-from turnwise.envs.swe.logs import TestStatus
-from turnwise.envs.swe.rows import instance_of
-from turnwise.envs.swe.verdict import decide
 from turnwise.errors import ConfigError, EnvError
 
 ROW = "ledgerly__half-units"

@@ -8,8 +8,8 @@ import pytest
 
 from support.swe_boxes import any_manager
 from turnwise.envs.core import invoke
+from turnwise.envs.library.terminal import TerminalEnv, read_folder, tasks
 from turnwise.envs.solution import play_solution
-from turnwise.envs.terminal import TerminalEnv, read_folder, tasks
 from turnwise.errors import ConfigError, TaskError
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.envs import invoke, make, trail
+from turnwise.envs import invoke, make
+from turnwise.envs.library import trail
 from turnwise.errors import EnvError, TaskError
 from turnwise.tasks import Task, load_tasks
 from turnwise.types import ToolCall
@@ -70,7 +71,7 @@ def test_the_seed_and_the_content_decide():
 
 
 async def test_tasks_say_how_long_their_trails_are():
-    tasks = load_tasks("turnwise.envs.trail:tasks?n=60&steps=6&least=2&words=3&split=test")
+    tasks = load_tasks("turnwise.envs.library.trail:tasks?n=60&steps=6&least=2&words=3&split=test")
     assert {task.data["steps"] for task in tasks} == {2, 3, 4, 5, 6}
     assert len({task.id for task in tasks}) == 60
     env = make("trail")

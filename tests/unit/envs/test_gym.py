@@ -14,8 +14,8 @@ from gymnasium.utils.env_checker import check_env
 
 import turnwise
 from turnwise.envs import Env, SingleTurnEnv, StepResult, env_names, register
-from turnwise.envs.gym import ActionSpace, GymnasiumAdapter, ObservationSpace, to_gymnasium
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.gym.to_gymnasium import ActionSpace, GymnasiumAdapter, ObservationSpace, to_gymnasium
+from turnwise.envs.library.lookup import LookupEnv
 from turnwise.errors import EnvError, RegistryError, TaskError
 from turnwise.tasks import Task
 from turnwise.types import ToolCall, ToolSchema, text_of
@@ -72,8 +72,8 @@ def test_every_shipped_environment_passes_the_checker_of_gymnasium(name):
         "import turnwise, gymnasium; gymnasium.register_envs(turnwise)",
         "import turnwise; import importlib.util; importlib.util.find_spec('gymnasium'); import gymnasium",
         "import turnwise; from gymnasium import spaces; import gymnasium",
-        "from turnwise.envs.lookup import LookupEnv; import gymnasium",
-        "from turnwise.envs.gym import to_gymnasium; import gymnasium",
+        "from turnwise.envs.library.lookup import LookupEnv; import gymnasium",
+        "from turnwise.envs.gym.to_gymnasium import to_gymnasium; import gymnasium",
     ],
 )
 def test_the_ids_are_there_whatever_was_imported_first(code):
@@ -87,7 +87,7 @@ def test_the_ids_are_there_whatever_was_imported_first(code):
 
 def test_the_module_form_imports_what_it_names():
     code = (
-        "import gymnasium\nenv = gymnasium.make('turnwise.envs.gym:turnwise/lookup-v0')\n"
+        "import gymnasium\nenv = gymnasium.make('turnwise.envs.gym.to_gymnasium:turnwise/lookup-v0')\n"
         "print(env.reset(seed=1)[0][0]['content'])\nenv.close()"
     )
     assert child(code).startswith("Who manages ")

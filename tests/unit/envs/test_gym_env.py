@@ -16,9 +16,9 @@ from gymnasium import spaces
 
 from support.toy_renderer import ToyRenderer
 from turnwise.envs import EnvSpec, check_env, invoke, make, schemas
-from turnwise.envs.gym import from_gymnasium
-from turnwise.envs.gym_env import _said
-from turnwise.envs.gym_text import plain_value, space_schema, value_from_json, value_text
+from turnwise.envs.gym.from_gymnasium import _said
+from turnwise.envs.gym.text import plain_value, space_schema, value_from_json, value_text
+from turnwise.envs.gym.to_gymnasium import from_gymnasium
 from turnwise.errors import ConfigError, EnvError, ToolError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig

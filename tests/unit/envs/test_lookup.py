@@ -5,7 +5,8 @@ import inspect
 
 import pytest
 
-from turnwise.envs import invoke, lookup, make, schemas
+from turnwise.envs import invoke, make, schemas
+from turnwise.envs.library import lookup
 from turnwise.errors import TaskError
 from turnwise.tasks import load_tasks
 from turnwise.types import ToolCall
@@ -56,7 +57,7 @@ def test_tasks_have_stable_ids_and_questions():
     assert first[3].prompt == f"Who manages {first[3].data['person']}?"
     ids = {task.id for split in lookup.SPLITS for seed in range(2) for task in lookup.tasks(50, split=split, seed=seed)}
     assert len(ids) == 200
-    assert load_tasks("turnwise.envs.lookup:tasks?n=5&split=test") == first[:5]
+    assert load_tasks("turnwise.envs.library.lookup:tasks?n=5&split=test") == first[:5]
 
 
 def test_wrong_splits_and_people_are_named():

@@ -21,13 +21,12 @@ from transformers import BertConfig, BertForSequenceClassification, Qwen2Config,
 
 from support.chat_models import build_model_dir
 from support.warm import WarmPopen
+from turnwise.engine.reward_model import Classifier, ClassifierBatcher, Encoder
 from turnwise.envs import make
 from turnwise.envs.rewards import RewardModel
 from turnwise.envs.rewards.endpoint import EndpointError
 from turnwise.errors import ConfigError, EnvError, InferenceError
-from turnwise.inference.classifier import Classifier, ClassifierBatcher
-from turnwise.inference.reward_process import RewardReplica
-from turnwise.inference.reward_server import Encoder
+from turnwise.inference.builtin import RewardReplica
 from turnwise.types import ToolCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 from turnwise.envs import SingleTurnEnv, invoke
 from turnwise.envs.rewards import Part, Rubric, Symbolic, symbolic
-from turnwise.envs.rewards.parts import ready_part
+from turnwise.envs.rewards.core import ready_part
 from turnwise.errors import ConfigError, EnvError, MissingExtraError
 from turnwise.tasks import Task
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.swe_boxes import any_manager, task, worth
-from turnwise.envs.swe.guard.comparisons import equal_to_all
+from turnwise.envs.library.swe.guard.comparisons import equal_to_all
 
 ROW = "ledgerly__half-units"
 F2P = "tests/test_money.py::test_half_a_unit_goes_to_the_even_neighbour"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.envs.swe.logs import PARSERS, TestStatus, parser_of
+from turnwise.envs.library.swe.logs import PARSERS, TestStatus, parser_of
 from turnwise.errors import ConfigError
 
 PYTEST = """\

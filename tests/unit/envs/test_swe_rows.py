@@ -7,10 +7,11 @@ import subprocess
 
 import pytest
 
-from turnwise.envs.swe import row, tasks
-from turnwise.envs.swe.paths import is_protected, settings_differ, shadows, touched
-from turnwise.envs.swe.rows import instance_of
-from turnwise.envs.swe.snapshot import checkout, read_archive
+from turnwise.envs.library.swe import row
+from turnwise.envs.library.swe import rows as tasks
+from turnwise.envs.library.swe.paths import is_protected, settings_differ, shadows, touched
+from turnwise.envs.library.swe.rows import instance_of
+from turnwise.envs.library.swe.snapshot import checkout, read_archive
 from turnwise.errors import TaskError
 
 DIFF = """\

@@ -20,15 +20,14 @@ from turnwise.agents.core import Agent, Episode
 from turnwise.cli import main
 from turnwise.errors import GuideRefused, SessionError
 from turnwise.evaluation.config import EvalConfig
-from turnwise.inference.gateway.hosted_client import HostedClient
-from turnwise.inference.gateway.hosted_config import HostedConfig, base_url
-from turnwise.inference.gateway.hosted_endpoint import Endpoint
+from turnwise.gateway.proxy.client import HostedClient
+from turnwise.gateway.proxy.endpoint import Endpoint, HostedConfig, base_url
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory
 from turnwise.types import Guide, Message, SamplingParams, ToolCall
 
-TASKS = "turnwise.envs.lookup:tasks?n=2&split=test"
+TASKS = "turnwise.envs.library.lookup:tasks?n=2&split=test"
 
 
 def next_step(question: str, answers: list[str]) -> tuple[str, dict[str, str]] | str:

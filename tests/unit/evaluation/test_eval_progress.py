@@ -10,8 +10,7 @@ from rich.console import Console
 from turnwise.config import dump_config, load_config
 from turnwise.evaluation import EvalConfig, EvalPlan
 from turnwise.evaluation.config import EVAL_MAX_TOKENS_PER_TURN
-from turnwise.evaluation.progress import EvalProgress
-from turnwise.evaluation.runner import eval_requests
+from turnwise.evaluation.runner import EvalProgress, eval_requests
 from turnwise.rollout.core import RolloutRequest
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup

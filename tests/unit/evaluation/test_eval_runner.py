@@ -14,16 +14,16 @@ from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError, TaskError
 from turnwise.evaluation import EvalConfig, EvalPlan, evaluate, result_table
 from turnwise.evaluation.runner import eval_requests, load_eval_tasks
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.writer import TrajectoryWriter, read_trajectories
+from turnwise.rollout.records import TrajectoryWriter, read_trajectories
 from turnwise.types import ToolCall
 
-TASKS = "turnwise.envs.lookup:tasks?n=4&split=test"
+TASKS = "turnwise.envs.library.lookup:tasks?n=4&split=test"
 
 
 def solver(request: ScriptedRequest):
@@ -142,7 +142,7 @@ async def test_tasks_are_rolled_out_sampled_and_greedily() -> None:
 
 async def test_no_tasks_is_an_error() -> None:
     with pytest.raises(TaskError, match="holds no task"):
-        await loaded(EvalPlan(tasks="turnwise.envs.lookup:tasks?n=0"))
+        await loaded(EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=0"))
 
 
 @pytest.mark.parametrize(

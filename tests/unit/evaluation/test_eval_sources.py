@@ -11,8 +11,7 @@ import pytest
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, RegistryError, TaskError
 from turnwise.evaluation import EvalPlan, evaluate, result_table
-from turnwise.evaluation.metrics import summarize
-from turnwise.evaluation.result import EvalResult
+from turnwise.evaluation.metrics import EvalResult, summarize
 from turnwise.evaluation.runner import load_eval_tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig

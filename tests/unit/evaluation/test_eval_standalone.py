@@ -18,9 +18,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from support.chat_models import build_model_dir
 from support.warm import WarmPopen, started_by
 from turnwise.cli import main
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.records import read_trajectories
 
-TASKS = "turnwise.envs.lookup:tasks?n=3&split=test"
+TASKS = "turnwise.envs.library.lookup:tasks?n=3&split=test"
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_no_figures_at_all_are_an_error(model: Path, tmp_path: Path, capsys: pyt
 
 STOPS = """
 import asyncio, os, signal
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.library.lookup import LookupEnv
 
 class Stops(LookupEnv):
     resets, at = 0, 0

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from turnwise.errors import FormatError
 from turnwise.evaluation.view import Selection, show
-from turnwise.rollout.writer import TrajectoryWriter
+from turnwise.rollout.records import TrajectoryWriter
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.types import StopReason, as_ids
 

@@ -15,10 +15,10 @@ from support.chat_models import renderer_for
 from support.examples import examples
 from support.toy_renderer import ForgetfulRenderer, ToyRenderer
 from turnwise.errors import InferenceError, RenderError
-from turnwise.inference.gateway.local import LocalGateway
-from turnwise.inference.ledger import LedgerClient, read_ledger
+from turnwise.gateway.local import LocalGateway
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Opened, Session, SessionLimits
+from turnwise.recorder.ledger import LedgerClient, read_ledger
+from turnwise.recorder.session import Opened, Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.sessions import EpisodeSessions
 from turnwise.trainer.algorithms.aggregation import loss_weights

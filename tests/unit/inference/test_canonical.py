@@ -10,12 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import SessionError
-from turnwise.inference.canonical import (
-    canonical_arguments,
-    canonical_messages,
-    canonical_tools,
-)
-from turnwise.inference.history import History, snapshot
+from turnwise.model.canonical import canonical_arguments, canonical_messages, canonical_tools
+from turnwise.recorder.history import History, snapshot
 from turnwise.types import ToolCall, ToolSchema
 
 json_values = st.recursive(

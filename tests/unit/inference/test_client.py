@@ -14,9 +14,8 @@ from aiohttp import web
 
 from turnwise.errors import GuideRefused, InferenceError, RequestRefused
 from turnwise.inference import wire
-from turnwise.inference.balancer import Balancer
-from turnwise.inference.client import HTTPClient
-from turnwise.inference.core import ModelInfo
+from turnwise.inference.client import Balancer, HTTPClient
+from turnwise.model.core import ModelInfo
 from turnwise.seeding import stable_hash
 from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from support.tiny_lm import EOS, VOCABULARY, greedy, logprobs, make_model, make_tokenizer, random_prompt, save_model
+from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.engine import Engine
 from turnwise.errors import FormatError
-from turnwise.inference.causal_lm import CausalLM
-from turnwise.inference.engine import Engine
-from turnwise.inference.generation import Generation, Output
 from turnwise.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -560,7 +560,7 @@ def test_scores_equal_a_plain_forward_whatever_else_runs(checkpoints, rng, archi
 
 def test_logits_of_scored_prompts_are_held_in_pieces(checkpoints, rng, monkeypatch):
     model, directory = checkpoints("qwen2")
-    monkeypatch.setattr("turnwise.inference.engine._SCORED_LOGITS", 10 * VOCABULARY)
+    monkeypatch.setattr("turnwise.engine.engine._SCORED_LOGITS", 10 * VOCABULARY)
     desk = Desk(directory)
     prompts = [random_prompt(rng, size) for size in (47, 12)]
     kept = []

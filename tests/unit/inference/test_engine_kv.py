@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from support.tiny_lm import greedy, make_model, save_model
-from turnwise.inference.causal_lm import CausalLM
-from turnwise.inference.engine import Engine
-from turnwise.inference.generation import Generation
-from turnwise.inference.kv import ACTIVE, FREE, RETAINED, KVCache, capacities
-from turnwise.inference.kv_pool import Geometry
+from turnwise.engine.batch_state import Generation
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.engine import Engine
+from turnwise.engine.kv_cache import ACTIVE, FREE, RETAINED, Geometry, KVCache, capacities
 from turnwise.types import SamplingParams
 
 GEOMETRY = Geometry(layers=2, heads=2, key_dim=3, value_dim=2)

@@ -13,11 +13,10 @@ import torch
 from torch.nn.functional import linear
 
 from support.tiny_lm import greedy, make_model, random_prompt, save_model
-from turnwise.inference import packed_linear
-from turnwise.inference.causal_lm import CausalLM
-from turnwise.inference.engine import Engine
-from turnwise.inference.generation import Generation, Output
-from turnwise.inference.packed_linear import PackedLinear, pack_linears
+from turnwise.engine import causal_lm as packed_linear
+from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.causal_lm import CausalLM, PackedLinear, pack_linears
+from turnwise.engine.engine import Engine
 from turnwise.types import SamplingParams
 
 # A head of 1024 x 192 and feed-forward layers of 192 x 1000 are large enough to be packed, attention's are not.
@@ -53,7 +52,7 @@ def test_results_are_those_of_the_plain_layer(bias, dtype, shape):
 
 _WITHOUT_AVX512 = """
 import torch
-from turnwise.inference.packed_linear import pack_linears
+from turnwise.engine.causal_lm import pack_linears
 
 for dtype in (torch.float32, torch.bfloat16):
     plain = torch.nn.Linear(512, 640).to(dtype).requires_grad_(False)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from turnwise.inference.sampling import RowParams, sample, seed_key, uniforms
+from turnwise.engine.sampling import RowParams, sample, seed_key, uniforms
 
 
 def keys(seeds) -> np.ndarray:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from support.loop_clock import pass_time
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.fleet import Fleet
+from turnwise.inference.replica_set import Fleet
 
 
 class Server:

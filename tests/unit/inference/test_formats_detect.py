@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from support.chat_models import FAMILIES, Family, model_dir, renderer_for, template_of, write_model_dir
+from turnwise.chat.formats import FORMATS
+from turnwise.chat.renderer import load_renderer, save_format
 from turnwise.errors import RenderError
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.formats import FORMATS
-from turnwise.inference.renderer import load_renderer, save_format
+from turnwise.model.canonical import canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
 
 TOOLS = [

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from support.chat_models import FAMILIES, renderer_for
 from support.examples import examples
+from turnwise.chat.formats.core import TurnText
+from turnwise.chat.formats.live import LiveScan, LiveTurn, Said
+from turnwise.chat.tokens import Marks
 from turnwise.errors import RenderError
-from turnwise.inference.formats.core import TurnText
-from turnwise.inference.formats.live import LiveScan, LiveTurn, Said
-from turnwise.inference.tokens import Marks
 from turnwise.types import as_ids, text_of
 
 FAMILY_NAMES = sorted(FAMILIES)

@@ -9,7 +9,7 @@ import pytest
 
 from support.chat_models import FAMILIES
 from support.guided_walks import WITHOUT_CALLS, walker
-from turnwise.inference.formats.parameters import choices_of, parameter_types, shapes
+from turnwise.chat.formats.tags import choices_of, parameter_types, shapes
 from turnwise.types import Guide, ToolSchema
 
 INTEGER = {"type": "integer"}

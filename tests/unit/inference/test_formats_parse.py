@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from support.chat_models import FAMILIES, model_dir, renderer_for
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.formats.core import INSIDE_REASONING
-from turnwise.inference.renderer import load_renderer
+from turnwise.chat.formats.core import INSIDE_REASONING
+from turnwise.chat.renderer import load_renderer
+from turnwise.model.canonical import canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
 
 TOOLS = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.chat_models import FAMILIES, renderer_for
 from support.examples import examples
 from turnwise.errors import RenderError
-from turnwise.inference.canonical import canonical_arguments, canonical_messages
+from turnwise.model.canonical import canonical_arguments, canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
 
 TOOLS = [

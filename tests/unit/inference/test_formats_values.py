@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.inference.formats.coerce import coerce
-from turnwise.inference.formats.jsoncalls import JsonCalls, decode_at, decode_whole
-from turnwise.inference.formats.literals import Reader, Unreadable
-from turnwise.inference.formats.parameters import parameter_types
+from turnwise.chat.formats.json_calls import JsonCalls, decode_at, decode_whole
+from turnwise.chat.formats.pythonic import Reader, Unreadable
+from turnwise.chat.formats.tagged import coerce
+from turnwise.chat.formats.tags import parameter_types
 from turnwise.types import ToolSchema
 
 

@@ -14,16 +14,15 @@ from tokenizers import Tokenizer
 from support.chat_models import FAMILIES, model_dir, renderer_for
 from support.examples import examples
 from support.guided_walks import CALLS, HELD, SAYING, SCHEMA, TOOLS, WITHOUT_CALLS, check, says, walker
+from turnwise.chat.formats import tags
+from turnwise.chat.formats.tags import unheld
+from turnwise.chat.renderer import load_renderer
+from turnwise.engine.structured_output import grammar_of
 from turnwise.errors import GuideRefused
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.formats import tags
-from turnwise.inference.formats.tags import unheld
-from turnwise.inference.generate_request import decode_request, encode_request
-from turnwise.inference.guided import grammar_of
-from turnwise.inference.renderer import load_renderer
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
-from turnwise.inference.wire import BadRequest
+from turnwise.inference.wire import BadRequest, decode_request, encode_request
+from turnwise.model.canonical import canonical_messages
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Guide, Message, SamplingParams, TokenPrompt, as_ids
 
 

@@ -17,8 +17,8 @@ PROGRAM = textwrap.dedent(
 
     import torch
 
-    from turnwise.inference.causal_lm import CausalLM
-    from turnwise.inference.lean_transformers import lean_transformers
+    from turnwise.engine.causal_lm import CausalLM
+    from turnwise.engine.lean_transformers import lean_transformers
 
     with lean_transformers():
         CausalLM(sys.argv[1])

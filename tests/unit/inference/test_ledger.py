@@ -9,8 +9,8 @@ import pytest
 
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import FormatError, InferenceError
-from turnwise.inference.ledger import LedgerClient, read_ledger
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.recorder.ledger import LedgerClient, read_ledger
 from turnwise.types import SamplingParams, TokenPrompt
 
 PARAMS = SamplingParams(stop_token_ids=(1,))

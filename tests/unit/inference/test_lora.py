@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from support.tiny_lm import make_model, save_model
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.lora import BaseWeights, merged
+from turnwise.engine.weights import read_weights, write_weights
 from turnwise.errors import FormatError
 from turnwise.inference import wire
-from turnwise.inference.causal_lm import CausalLM
-from turnwise.inference.core import AdapterInfo, TensorEntry, WeightManifest
-from turnwise.inference.lora import BaseWeights, merged
-from turnwise.inference.weights import read_weights, write_weights
 from turnwise.inference.wire import BadRequest
+from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
 
 TARGETS = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
 INFO = AdapterInfo(rank=2, alpha=6.0, targets=TARGETS)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from support.chat_models import FAMILIES, MAIN, Family, model_dir, renderer_for, write_model_dir
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.model_dir import read_model_dir
-from turnwise.inference.renderer import TemplateRenderer, load_renderer, make_renderer
-from turnwise.inference.tokens import Tokens
+from turnwise.chat.model_dir import read_model_dir
+from turnwise.chat.renderer import TemplateRenderer, load_renderer, make_renderer
+from turnwise.chat.tokens import Tokens
+from turnwise.model.canonical import canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
 
 TOOLS = [

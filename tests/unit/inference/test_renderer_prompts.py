@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from support.chat_models import FAMILIES, MAIN, Family, model_dir, renderer_for, write_model_dir
 from support.examples import examples
+from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RenderError
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.core import Renderer
-from turnwise.inference.renderer import load_renderer
+from turnwise.model.canonical import canonical_messages
+from turnwise.model.core import Renderer
 from turnwise.types import Message, ToolCall, ToolSchema
 
 TOOLS = [
@@ -232,7 +232,7 @@ def test_a_folder_without_tokenizer_json_is_read_by_transformers(tmp_path: Path)
 def test_the_contract_holds_and_nothing_heavy_is_imported() -> None:
     assert isinstance(renderer_for("own"), Renderer)
     code = (
-        "import sys; import turnwise.inference.renderer; "
+        "import sys; import turnwise.chat.renderer; "
         "bad = {'torch', 'transformers', 'renderers', 'openai'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

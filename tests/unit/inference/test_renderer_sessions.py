@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from support.chat_models import FAMILIES, renderer_for
+from turnwise.chat.formats.core import INSIDE_REASONING
 from turnwise.errors import SessionError
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.formats.core import INSIDE_REASONING
 from turnwise.inference.scripted import ScriptedClient, replay
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.model.canonical import canonical_messages
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Message, ToolCall, ToolSchema
 
 TOOLS = [

@@ -10,13 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from support.chat_models import FAMILIES, Family, model_dir, template_of, write_model_dir
+from turnwise.chat.renderer import TemplateRenderer, load_renderer, save_format, shipped_templates
 from turnwise.config import dump_config, load_config
+from turnwise.engine.reward_model import Encoder
 from turnwise.errors import ConfigError, RenderError
-from turnwise.inference.canonical import canonical_messages
+from turnwise.gateway.frozen import FrozenConfig, load_renderers
 from turnwise.inference.config import RendererConfig
-from turnwise.inference.frozen import FrozenConfig, load_renderers
-from turnwise.inference.renderer import TemplateRenderer, load_renderer, save_format, shipped_templates
-from turnwise.inference.reward_server import Encoder
+from turnwise.model.canonical import canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema
 
 TOOLS = [

@@ -21,12 +21,12 @@ import pytest_asyncio
 import torch
 
 from support.tiny_lm import VOCABULARY, greedy, logprobs, make_model, random_prompt, save_model
+from turnwise.engine.weights import write_weights
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.core import ModelInfo
-from turnwise.inference.weights import write_weights
+from turnwise.model.core import ModelInfo
 from turnwise.types import SamplingParams, TokenPrompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -489,7 +489,7 @@ async def test_an_engine_that_fails_ends_the_process_with_its_reason(lm, tmp_pat
         """
         import sys
         from turnwise.inference import server
-        from turnwise.inference.engine import Engine
+        from turnwise.engine.engine import Engine
 
         class Broken(Engine):
             def step(self):
@@ -525,5 +525,5 @@ async def test_an_engine_that_fails_ends_the_process_with_its_reason(lm, tmp_pat
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     assert process.returncode == 70
-    assert b"CRITICAL turnwise.inference.server: the engine died" in log
+    assert b"CRITICAL turnwise.engine.server: the engine died" in log
     assert b"RuntimeError: planted" in log

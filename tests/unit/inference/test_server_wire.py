@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import InferenceError
-from turnwise.inference import generate_request, wire
+from turnwise.inference import wire
+from turnwise.inference import wire as generate_request
 from turnwise.types import SamplingParams
 
 LIMITS = {"vocabulary": 100, "max_context": 50, "stop_strings": True}

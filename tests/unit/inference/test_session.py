@@ -15,7 +15,7 @@ from support.examples import examples
 from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
 from turnwise.errors import BudgetSpent, InferenceError, SessionError
 from turnwise.inference.scripted import ScriptedClient, replay
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Completion, Message, SamplingParams, StopReason, ToolCall, ToolSchema
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from support.toy_renderer import ToyRenderer
-from turnwise.inference.canonical import Canonical, canonical_messages
-from turnwise.inference.echo import same_context
-from turnwise.inference.history import History
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.model.canonical import Canonical, canonical_messages
+from turnwise.recorder.history import History
+from turnwise.recorder.matching import same_context
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Message, SamplingParams, TokenIds, ToolCall, ToolSchema
 
 TOOL = ToolSchema("look", "Looks.")

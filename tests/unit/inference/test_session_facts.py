@@ -7,11 +7,11 @@ import datetime
 import pytest
 
 from support.chat_models import FAMILIES, build_model_dir, model_dir, renderer_for
-from turnwise.inference import session as session_module
-from turnwise.inference import template
-from turnwise.inference.renderer import load_renderer
+from turnwise.chat import template
+from turnwise.chat.renderer import load_renderer
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder import session as session_module
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer

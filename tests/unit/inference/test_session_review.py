@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
-from turnwise.append import append_whole
+from turnwise.append_file import append_whole
 from turnwise.errors import FormatError, InferenceError, SessionError
-from turnwise.inference.canonical import canonical_arguments, canonical_messages
-from turnwise.inference.ledger import LedgerClient, read_ledger
 from turnwise.inference.scripted import ScriptedClient, replay
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.model.canonical import canonical_arguments, canonical_messages
+from turnwise.recorder.ledger import LedgerClient, read_ledger
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Segment, Trajectory, to_samples
 from turnwise.types import Completion, Message, SamplingParams, TokenPrompt, ToolCall, ToolSchema
 

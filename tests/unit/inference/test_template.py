@@ -7,8 +7,8 @@ from typing import Any
 import jinja2.sandbox
 import pytest
 
+from turnwise.chat.template import ChatTemplate
 from turnwise.errors import RenderError
-from turnwise.inference.template import ChatTemplate
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": " Hi, {0}! ", "items": "shadowed", "x": None, "nested": {"keys": 1, "deep": [1, 2]}},

@@ -14,15 +14,14 @@ from support.chat_models import Family, model_dir, renderer_for, write_model_dir
 from support.examples import examples
 from support.toy_renderer import ForgetfulRenderer, ToyRenderer
 from support.wild_agents import GIVEN, Wild, lines, policies
+from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RenderError
-from turnwise.inference import session as session_module
-from turnwise.inference.canonical import canonical_messages
 from turnwise.inference.config import RendererConfig
-from turnwise.inference.core import Renderer
-from turnwise.inference.renderer import load_renderer
 from turnwise.inference.scripted import Line, ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
-from turnwise.inference.template_args import template_arguments
+from turnwise.model.canonical import canonical_messages, template_arguments
+from turnwise.model.core import Renderer
+from turnwise.recorder import session as session_module
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, ToolCall, ToolSchema
 

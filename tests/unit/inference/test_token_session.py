@@ -16,12 +16,11 @@ from support.audited import assert_sound
 from support.examples import examples
 from support.toy_renderer import END, FIRST_CHARACTER, ToyRenderer
 from turnwise.errors import BudgetSpent, InferenceError, SessionError
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import SessionLimits
-from turnwise.inference.token_session import Kept, TokenSession
-from turnwise.segments import Segment
-from turnwise.trajectory import Trajectory, to_samples
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import SessionLimits
+from turnwise.recorder.token_session import Kept, TokenSession
+from turnwise.trajectory import Segment, Trajectory, to_samples
 from turnwise.types import SamplingParams
 
 A, B, C, D = (FIRST_CHARACTER + ord(letter) for letter in "abcd")

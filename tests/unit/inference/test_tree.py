@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from turnwise.inference.canonical import Canonical
-from turnwise.inference.nodes import Node, Sampled, ToolsKey, joined
-from turnwise.inference.tree import Tree
+from turnwise.model.canonical import Canonical
+from turnwise.recorder.tree import Node, Sampled, ToolsKey, Tree, joined
 from turnwise.types import Completion
 
 KEYS: tuple[ToolsKey, ...] = ((), (("f", "", "{}"),))

@@ -10,8 +10,8 @@ import pytest
 
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
-from turnwise.inference.core import WeightManifest
 from turnwise.inference.vllm import VLLMConfig, VLLMReplica
+from turnwise.model.core import WeightManifest
 
 
 def config(**changes: Any) -> VLLMConfig:

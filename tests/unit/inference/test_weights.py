@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from support.tiny_lm import make_model
+from turnwise.engine.weights import checksum, read_weights, weights_directory, write_weights
 from turnwise.errors import FormatError
 from turnwise.inference import wire
-from turnwise.inference.weights import checksum, read_weights, weights_directory, write_weights
 
 
 def tensors() -> list[tuple[str, torch.Tensor]]:

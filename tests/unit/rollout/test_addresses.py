@@ -16,7 +16,7 @@ from support.toy_renderer import ToyRenderer
 from support.wire_agents import WIRES
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
-from turnwise.envs.lookup import table
+from turnwise.envs.library.lookup import table
 from turnwise.errors import InferenceError
 from turnwise.inference.http_process import bind
 from turnwise.inference.scripted import Script, ScriptedClient, ScriptedRequest

@@ -16,12 +16,18 @@ from hypothesis import strategies as st
 
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import AuditError, FormatError, SessionError
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.batches import BatchWriter, loss_spans, read_batches, row_digest
-from turnwise.rollout.writer import TrajectoryWriter, read_trajectories
+from turnwise.rollout.records import (
+    BatchWriter,
+    TrajectoryWriter,
+    loss_spans,
+    read_batches,
+    read_trajectories,
+    row_digest,
+)
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Completion, StopReason
 

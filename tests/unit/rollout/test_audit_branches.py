@@ -16,11 +16,11 @@ import pytest
 from support.audited import assert_sound, train_once, write_trajectories
 from support.chat_models import renderer_for
 from support.gateway_server import ADMIN_HEADERS, serving
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory
 from turnwise.types import Message, ToolCall, ToolSchema
 

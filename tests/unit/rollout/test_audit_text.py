@@ -11,10 +11,10 @@ import pytest
 from support.audited import assert_sound, write_trajectories
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import AuditError, TrainError
-from turnwise.inference.gateway.hosted_session import TextSession
-from turnwise.inference.ledger import LedgerClient
+from turnwise.gateway.proxy.session import TextSession
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message

@@ -14,7 +14,7 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout import RolloutConfig, RolloutParts, RolloutRequest
 from turnwise.rollout.config import SpecConfig
 from turnwise.rollout.managers import create_manager
-from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.trajectory import TrajectoryGroup
 

@@ -21,10 +21,10 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.group_reward import GroupRewarder
-from turnwise.rollout.journal import Journal
+from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.records import read_trajectories
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory, TrajectoryGroup

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.rollout.journal_audit import account
-from turnwise.rollout.journal_lines import SCHEMA_VERSION, seal
+from turnwise.rollout.audit import account
+from turnwise.rollout.journal.state import SCHEMA_VERSION, seal
 
 
 def test_steps_that_a_kill_undid_give_their_groups_back(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.handed_out import HandedOut
-from turnwise.rollout.leases import Leases, LeaseTable
+from turnwise.rollout.outstanding import HandedOut, Leases, LeaseTable
 from turnwise.tasks import Task
 from turnwise.trajectory import TrajectoryGroup
 

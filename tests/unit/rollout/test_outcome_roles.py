@@ -14,8 +14,8 @@ from turnwise.agents.roles import check_name, compared_within, role_of
 from turnwise.envs.core import Env, ScoreParts, StepResult, as_messages
 from turnwise.envs.registration import register
 from turnwise.errors import AgentError
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer

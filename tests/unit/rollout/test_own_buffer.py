@@ -11,11 +11,10 @@ import pytest
 
 from turnwise.errors import TaskError, TrainError
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.journal import Journal
-from turnwise.rollout.own_buffer import OwnBuffer
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival
-from turnwise.rollout.strategies.filtered import Filtered
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.custom import OwnBuffer
+from turnwise.rollout.replay.strategies import Arrival, Filtered
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 

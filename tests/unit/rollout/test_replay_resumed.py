@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.journal import Journal
-from turnwise.rollout.members import MemberRule
-from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.producer import MemberRule
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 

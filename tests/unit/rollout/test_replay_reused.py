@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.examples import examples
 from turnwise.errors import FormatError
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.journal import Journal
-from turnwise.rollout.journal_lines import read_journal
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies.weighed import Mixed, stored_groups
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.journal.state import read_journal
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.strategies import Mixed, stored_groups
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from support.replay_sim import Plan, Simulation
-from turnwise.rollout.replay_config import ReplayConfig, RunFacts
-from turnwise.rollout.replay_setup import make_admission, make_strategy
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts
+from turnwise.rollout.replay.setup import make_admission, make_strategy
 
 PLANS = st.builds(
     Plan,

@@ -10,11 +10,18 @@ import pytest
 
 from turnwise.config import dump_config, load_config
 from turnwise.errors import ConfigError
-from turnwise.rollout.admission import Admission
-from turnwise.rollout.replay_config import ReplayConfig, RunFacts
-from turnwise.rollout.replay_setup import STRATEGIES, make_admission, make_strategy
-from turnwise.rollout.strategies import Bounded, Choice, Flight, GroupFacts, Mixed, OnPolicy, Prioritised
-from turnwise.rollout.strategies.weighed import priority
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts
+from turnwise.rollout.replay.setup import STRATEGIES, Admission, make_admission, make_strategy
+from turnwise.rollout.replay.strategies import (
+    Bounded,
+    Choice,
+    Flight,
+    GroupFacts,
+    Mixed,
+    OnPolicy,
+    Prioritised,
+    priority,
+)
 
 EVEN, MIXED_REWARDS = (1.0, 1.0), (1.0, 0.0)
 
@@ -111,7 +118,7 @@ def test_defaults_by_mode() -> None:
 
 
 OWN = """
-from turnwise.rollout.strategies import Choice, Strategy
+from turnwise.rollout.replay.strategies import Choice, Strategy
 class Newest(Strategy):
     def __init__(self, most=1):
         self.most = most

@@ -16,7 +16,7 @@ from support.chat_models import renderer_for
 from turnwise.agents.core import Agent, Episode
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError
-from turnwise.inference.gateway.addresses import AddressForm, Place, check_template
+from turnwise.gateway.endpoints import AddressForm, Place, check_template
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout import EpisodeRunner, EpisodeSpec, RolloutConfig
 from turnwise.tasks import Task

@@ -11,7 +11,7 @@ from turnwise.config import load_config
 from turnwise.errors import AgentError, ConfigError, RegistryError, TaskError
 from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.task_checks import check_own, check_specs
+from turnwise.rollout.preflight import check_own, check_specs
 from turnwise.tasks import Task
 
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from turnwise.rollout.replay import LocalReplayBuffer, facts_of
-from turnwise.rollout.strategies import Arrival, GroupFacts
-from turnwise.rollout.strategies.filtered import Filtered, why_filtered
+from turnwise.rollout.replay.buffer import LocalReplayBuffer, facts_of
+from turnwise.rollout.replay.strategies import Arrival, Filtered, GroupFacts, why_filtered
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 Rewards = list[tuple[str, float]]

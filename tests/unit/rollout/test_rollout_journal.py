@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from turnwise.errors import FormatError, TrainError
+from turnwise.rollout.audit import account
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.journal import Journal
-from turnwise.rollout.journal_audit import account
-from turnwise.rollout.journal_lines import read_journal, seal, unseal
-from turnwise.rollout.replay import LocalReplayBuffer, facts_of
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.journal.state import read_journal, seal, unseal
+from turnwise.rollout.records import read_trajectories
+from turnwise.rollout.replay.buffer import LocalReplayBuffer, facts_of
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 

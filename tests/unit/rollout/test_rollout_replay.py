@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from turnwise.errors import EngineDied, TrainError
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival, OnPolicy
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.strategies import Arrival, OnPolicy
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 

@@ -17,9 +17,9 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
-from turnwise.rollout.replay import LocalReplayBuffer
+from turnwise.rollout.records import TrajectoryWriter, read_trajectories
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
-from turnwise.rollout.writer import TrajectoryWriter, read_trajectories
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trajectory import Trajectory

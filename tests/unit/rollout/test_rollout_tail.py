@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival, Bounded, Choice, Flight, GroupFacts
-from turnwise.rollout.tail import Cut, Tail
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.strategies import Arrival, Bounded, Choice, Cut, Flight, GroupFacts, Tail
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 

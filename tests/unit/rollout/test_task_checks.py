@@ -11,12 +11,12 @@ import pytest
 from support.chat_models import Family, renderer_for, write_model_dir
 from support.task_envs import Closing
 from support.toy_renderer import ToyRenderer
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.errors import ConfigError, RegistryError, TaskError
-from turnwise.inference.gateway.hosted_renderer import TextRenderer
-from turnwise.inference.renderer import TemplateRenderer, load_renderer
-from turnwise.rollout import task_checks
+from turnwise.gateway.proxy.session import TextRenderer
+from turnwise.rollout import preflight as task_checks
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.task_checks import PromptLimit, check_own, check_specs, check_tools_shown, task_source
+from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, check_tools_shown, task_source
 from turnwise.tasks import Task
 
 
@@ -27,7 +27,7 @@ def rollout(env: str = "support.task_envs:Paid", **more: Any) -> RolloutConfig:
 def test_an_environment_names_tasks_where_nobody_else_does() -> None:
     assert task_source("mine.jsonl", rollout(), "tasks") == "mine.jsonl"
     assert task_source(None, rollout(), "tasks") == "support.task_rows:finite?n=3"
-    assert task_source(None, rollout("lookup"), "tasks") == "turnwise.envs.lookup:tasks"
+    assert task_source(None, rollout("lookup"), "tasks") == "turnwise.envs.library.lookup:tasks"
     with pytest.raises(
         ConfigError, match="tasks: missing, and the environment 'single_turn' names no tasks of its own"
     ):

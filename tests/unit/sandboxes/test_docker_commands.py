@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from turnwise.sandboxes.docker import commands as attending
-from turnwise.sandboxes.docker.commands import Commands
-from turnwise.sandboxes.docker.ending import Endings
+from turnwise.sandboxes.docker.commands import Commands, Endings
 from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Output, Stream
 
 

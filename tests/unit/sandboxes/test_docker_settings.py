@@ -13,8 +13,8 @@ from turnwise.sandboxes import SandboxConfig, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.config import open_backend
 from turnwise.sandboxes.core import Mount
 from turnwise.sandboxes.docker.backend import DockerBackend
-from turnwise.sandboxes.docker.outside import Seen, belonging
-from turnwise.sandboxes.docker.owner import OWNER, Owner, is_left, pid_started
+from turnwise.sandboxes.docker.commands import Seen, belonging_processes
+from turnwise.sandboxes.docker.engine import OWNER, Owner, is_left, pid_started
 from turnwise.sandboxes.docker.settings import DockerOptions, container_settings
 
 LIMITS = SandboxLimits(memory=2**28, pids=50, cpus=0.5, cpu_seconds=9, disk=2**27, file_size=1000, open_files=99)
@@ -186,10 +186,10 @@ PROCESSES = {
 
 @pytest.mark.parametrize("since", [2900, 3000])
 def test_the_processes_of_a_command_are_told_from_others(since: int) -> None:
-    assert belonging(PROCESSES, FIRST, "mine", since, ["third"]) == {120, 121, 122, 123, 124, 125}
-    assert belonging(PROCESSES, FIRST, "mine", since, []) == {120, 121, 122, 123, 124, 125, 130}
+    assert belonging_processes(PROCESSES, FIRST, "mine", since, ["third"]) == {120, 121, 122, 123, 124, 125}
+    assert belonging_processes(PROCESSES, FIRST, "mine", since, []) == {120, 121, 122, 123, 124, 125, 130}
 
 
 def test_a_command_whose_own_process_is_gone_is_told_by_its_time() -> None:
     without = {number: each for number, each in PROCESSES.items() if number != 120}
-    assert belonging(without, FIRST, "mine", 3000, ["third"]) == {123, 124, 125}
+    assert belonging_processes(without, FIRST, "mine", 3000, ["third"]) == {123, 124, 125}

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from turnwise.errors import SandboxUnavailable
-from turnwise.sandboxes.forward import Reaching
-from turnwise.sandboxes.netns import listen_in
+from turnwise.sandboxes.forwarding import Reaching, listen_in
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -16,12 +16,14 @@ import pytest
 
 from turnwise.errors import ConfigError, SandboxUnavailable
 from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
-from turnwise.sandboxes.local import LocalBackend, host_python, plans, state
+from turnwise.sandboxes.local import LocalBackend, host_python
+from turnwise.sandboxes.local import backend as state
+from turnwise.sandboxes.local import mount_plan as plans
 from turnwise.sandboxes.local.boot import agent, groups, seccomp
 from turnwise.sandboxes.local.boot.keep import Copying
 from turnwise.sandboxes.local.boot.removal import remove
-from turnwise.sandboxes.local.rungs import find_groups
-from turnwise.sandboxes.local.streams import Collector
+from turnwise.sandboxes.local.isolation import find_groups
+from turnwise.sandboxes.local.process import Collector
 
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000
 

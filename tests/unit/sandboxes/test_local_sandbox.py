@@ -110,7 +110,7 @@ async def test_a_request_about_files_that_fails_oddly_is_told_apart_from_a_kille
     async with backend() as made, opened(made) as sandbox:
         assert isinstance(sandbox, LocalSandbox)
         request = await sandbox._alive().request({"op": "write", "path": "no stream", "mode": None})
-        with pytest.raises(Refused, match="^IndexError: "):
+        with pytest.raises(Refused, match=r"^IndexError: "):
             await request.ended
 
 

@@ -11,7 +11,7 @@ from support.chat_models import renderer_for
 from support.examples import examples
 from turnwise import ToolEnv, function_tool
 from turnwise.envs import invoke
-from turnwise.inference.canonical import canonical_messages
+from turnwise.model.canonical import canonical_messages
 from turnwise.types import ToolCall, as_ids
 
 FAMILIES = (

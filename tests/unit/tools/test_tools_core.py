@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from turnwise.errors import EnvError, RegistryError, ToolSchemaError
 from turnwise.tools import BaseTool, FunctionTool, ToolResponse, as_tool, function_tool, get_tool, tool_names
-from turnwise.tools.limits import OutputLimit
-from turnwise.tools.registry import register_tool
+from turnwise.tools.core import register_tool
+from turnwise.tools.response import OutputLimit
 from turnwise.types import ToolSchema
 
 

@@ -16,7 +16,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.tools import BaseTool, OutputLimit, ToolResponse, ToolRunner, as_tool
-from turnwise.tools.limits import estimated_tokens
+from turnwise.tools.response import estimated_tokens
 from turnwise.types import ToolCall
 
 FAMILIES = ("qwen3", "llama3_1", "own")

@@ -272,7 +272,7 @@ class TestTogether:
     async def test_an_environment_without_tools_refuses_them(self, tmp_path) -> None:
         spec = EnvSpec(
             "single_turn",
-            {"scorer": "turnwise.envs.task_tools:only_tools"},
+            {"scorer": "turnwise.envs.library.task_env:only_tools"},
             {"function_tool_path": str(functions(tmp_path, "load_none", "load_none_too"))},
         )
         async with spec.toolbox() as toolbox:

@@ -270,7 +270,7 @@ async def test_through_the_runner_a_dying_server_is_a_recorded_failure_and_the_r
         defaults={
             "env": {
                 "name": "tool",
-                "config": {"scorer": "turnwise.envs.task_tools:only_tools"},
+                "config": {"scorer": "turnwise.envs.library.task_env:only_tools"},
                 "tools": {"mcp": [{"command": COMMAND, "include": ["count", "die"]}]},
             }
         },
@@ -289,7 +289,7 @@ async def test_through_the_runner_a_dying_server_is_a_recorded_failure_and_the_r
 
 
 async def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
-    for name in ("turnwise.tools.mcp", "turnwise.tools.mcp_connection"):
+    for name in ("turnwise.tools.mcp", "turnwise.tools.mcp"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.setitem(sys.modules, "mcp_types", None)

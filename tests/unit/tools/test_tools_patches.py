@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from turnwise.errors import ToolError
-from turnwise.tools.edits import inserted, lines_of, replaced
-from turnwise.tools.patches import added, parse_patch, patched
+from turnwise.tools.sandboxed.editor import inserted, lines_of, replaced
+from turnwise.tools.sandboxed.patches import added, parse_patch, patched
 
 LINES = st.lists(st.sampled_from(["a", "b", "", " c", "-- x", "++ y", "@@ z", "\\ w", "é\x0c1"]), max_size=12)
 FILE = "def f(x):\n    y = x + 1\n    return y\n\n\ndef g(x):\n    y = x + 1\n    return y\n"

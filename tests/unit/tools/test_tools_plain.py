@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from support.examples import examples
-from turnwise.tools.plain import quick_check
+from turnwise.tools.schema import quick_check
 
 NAMES = ("a", "b", "c")
 TYPES = ("string", "integer", "number", "boolean", "null")

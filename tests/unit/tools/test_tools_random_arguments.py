@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from turnwise.tools.random_arguments import random_arguments
+from turnwise.tools.sample_arguments import random_arguments
 from turnwise.types import ToolSchema
 
 

@@ -15,15 +15,13 @@ from support.loop_clock import pass_time
 from turnwise.errors import ConfigError, SandboxDied
 from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import host_python
-from turnwise.tools.agent_data import AgentData
 from turnwise.tools.config import ToolsConfig
-from turnwise.tools.core import BaseTool, as_tool
+from turnwise.tools.core import SHIPPED, AgentData, BaseTool, as_tool
 from turnwise.tools.execute import ToolRunner
 from turnwise.tools.loading import Toolbox
-from turnwise.tools.python import PythonTool
-from turnwise.tools.registry import SHIPPED
 from turnwise.tools.response import ToolResponse
-from turnwise.tools.shell import ShellTool
+from turnwise.tools.sandboxed.python import PythonTool
+from turnwise.tools.sandboxed.shell import ShellTool
 from turnwise.types import ToolCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from turnwise.errors import ToolSchemaError
 from turnwise.tools import as_schema, function_schema, function_tool
-from turnwise.tools.example import example_arguments
+from turnwise.tools.sample_arguments import example_arguments
 from turnwise.tools.schema import ArgumentError
 from turnwise.types import ToolSchema
 

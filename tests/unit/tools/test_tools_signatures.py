@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from support.chat_models import renderer_for
 from support.examples import examples
 from support.schema_values import values_of
-from turnwise.inference.canonical import canonical_messages
+from turnwise.model.canonical import canonical_messages
 from turnwise.tools import as_schema, function_schema, function_tool
-from turnwise.tools.example import example_arguments
+from turnwise.tools.sample_arguments import example_arguments
 from turnwise.tools.schema import ArgumentError
 
 NUMBERS = itertools.count()

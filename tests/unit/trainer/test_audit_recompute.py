@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from support.toy_renderer import ToyRenderer
 from turnwise.cli import main
 from turnwise.errors import AuditError
-from turnwise.inference.ledger import LedgerClient
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
-from turnwise.rollout.batches import BatchWriter
-from turnwise.rollout.writer import TrajectoryWriter
-from turnwise.trainer.audit import audit_run
-from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
+from turnwise.rollout.records import BatchWriter, TrajectoryWriter
+from turnwise.trainer.observe.audit import audit_run
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
 from turnwise.trajectory import Trajectory
 from turnwise.types import Completion
 

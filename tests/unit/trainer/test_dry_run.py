@@ -14,17 +14,16 @@ import yaml
 from rich.console import Console
 
 from support.lookup_run import example
+from turnwise.chat.renderer import save_format
 from turnwise.cli import main
 from turnwise.config import load_config
 from turnwise.envs import ToolEnv
 from turnwise.errors import CheckpointError, ConfigError
-from turnwise.inference.renderer import save_format
-from turnwise.trainer import dry_run as module
-from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.dry_run import DryRun, dry_run
-from turnwise.trainer.run_directory import RunDirectory, config_digest
-from turnwise.trainer.run_start import read_start
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run import plan as module
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
+from turnwise.trainer.run.directory import RunDirectory, config_digest, read_start
+from turnwise.trainer.run.plan import DryRun, dry_run
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSM8K = {"question": "2 apples and 3 pears?", "answer": "<<2+3=5>>5\n#### 5"}
@@ -53,7 +52,7 @@ def config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
         "name": "run",
         "runs": runs,
         "steps": 3,
-        "tasks": "turnwise.envs.lookup:tasks?n=20",
+        "tasks": "turnwise.envs.library.lookup:tasks?n=20",
         "policies": {"main": {"model": {"path": model}}},
         "rollout": {"env": {"name": "lookup"}, "group_size": 4, "max_turns": 4},
         "batch": {"groups": 2},
@@ -66,7 +65,7 @@ def by_name(found: DryRun) -> dict[str, str]:
 
 
 async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
-    held_out = {"tasks": "turnwise.envs.lookup:tasks?n=5&split=test", "samples": 2, "every": None}
+    held_out = {"tasks": "turnwise.envs.library.lookup:tasks?n=5&split=test", "samples": 2, "every": None}
     found = await dry_run(config(model, tmp_path / "runs", eval=held_out))
     assert found.ok
     checks = by_name(found)
@@ -122,7 +121,7 @@ async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None
         tmp_path / "nowhere",
         tmp_path / "runs",
         tasks=str(tmp_path / "rows.jsonl"),
-        eval={"tasks": "turnwise.envs.lookup:tusks"},
+        eval={"tasks": "turnwise.envs.library.lookup:tusks"},
         rollout={"env": {"name": "lookup"}, "agent": {"name": "reakt"}, "group_size": 4},
         inference={"device": "cuda:97"},
     )
@@ -188,7 +187,7 @@ async def test_prompts_that_leave_no_room(model: Path, tmp_path: Path) -> None:
     rollout = {"env": {"name": "math"}, "group_size": 4}
     row = {**GSM8K, "question": "apples " * 600}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.envs.math:row"}
+    tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.envs.library.math:row"}
     checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout, tasks=tasks)))
     assert "of 512 tokens of the context: nothing is left to answer in" in checks["episodes"]
 

@@ -16,11 +16,11 @@ from turnwise.trainer.algorithms.aggregation import LossAggregation, weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import CREDITS, AnchorState
 from turnwise.trainer.algorithms.losses import LOSSES
-from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.learner import StepResult
-from turnwise.trainer.packing import TrainRow, pack
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.learn.learner import StepResult
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
 
 ROOT = Path(__file__).parents[3]
 Row = Callable[..., TrainRow]

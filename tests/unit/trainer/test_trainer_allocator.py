@@ -12,7 +12,7 @@ import pytest
 # How many pages are cleared when a block of 48 MiB is made and freed for the third time.
 FAULTS = """
 import resource, sys
-from turnwise.trainer.allocator import keep_freed_memory
+from turnwise.trainer.learn.torch_learner import keep_freed_memory
 done = keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

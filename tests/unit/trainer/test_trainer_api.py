@@ -15,16 +15,15 @@ from support.lookup_envs import Graded
 from turnwise.agents import Agent, rollout
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, RegistryError, TaskError, TrainError
-from turnwise.references import reference_to
+from turnwise.plugins import reference_to
 from turnwise.tasks import SourceConfig, Task, load_tasks
 from turnwise.trainer.algorithms.advantages import ADVANTAGES
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.custom_algorithm import Algorithm, as_algorithm
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
 from turnwise.trainer.algorithms.losses import LOSSES, LossSums
-from turnwise.trainer.api import Trainer
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.datasets import task_config
+from turnwise.trainer.api import Trainer, task_config
+from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.steps import Batch
 from turnwise.trainer.training import Training
 

@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from turnwise.errors import TrainError
-from turnwise.trainer import flex_attention as flex_module
-from turnwise.trainer.attention import _by_paths, packed_attention
-from turnwise.trainer.flex_attention import block_mask, flex_tree_attention
-from turnwise.trainer.layout import PackedLayout
-from turnwise.trainer.shared_attention import shared_attention
+from turnwise.trainer.model import attention as flex_module
+from turnwise.trainer.model.attention import (
+    _by_paths,
+    block_mask,
+    flex_tree_attention,
+    packed_attention,
+    shared_attention,
+)
+from turnwise.trainer.model.layout import PackedLayout
 
 CPU = torch.device("cpu")
 Segments = list[tuple[int, int, int]]

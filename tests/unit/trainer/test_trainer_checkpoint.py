@@ -13,8 +13,8 @@ import torch
 
 from support.warm import run_command
 from turnwise.errors import CheckpointError
-from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, capture_rng, load_state, restore_rng
-from turnwise.trainer.checkpoint_config import BestConfig
+from turnwise.trainer.config.train import BestConfig
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng, load_state, restore_rng
 
 
 def write_weights(text: str):
@@ -123,7 +123,7 @@ _KILLED = """
     import os, sys
     from pathlib import Path
     from turnwise.trainer import checkpoint
-    from turnwise.trainer.checkpoint_config import BestConfig
+    from turnwise.trainer.config.train import BestConfig
 
     moment, directory = sys.argv[1], Path(sys.argv[2])
     best = BestConfig(metric="eval/sampled")

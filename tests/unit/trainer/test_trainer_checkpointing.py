@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.policy import Policy, load_model
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.model.policy import Policy, load_model
 
 Row = Callable[..., TrainRow]
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from turnwise.config import dump_config, load_config
 from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalPlan
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.offline.config import SFTConfig
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.config.train import TrainConfig
 
 MINIMAL: dict[str, Any] = {
     "name": "run",

@@ -22,12 +22,12 @@ from turnwise.trainer.algorithms.correction import (
     reduced,
     rejected,
 )
-from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.learner import StepResult
-from turnwise.trainer.metrics import meaning
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.learn.learner import StepResult
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.observe.metrics import meaning
 
 Row = Callable[..., TrainRow]
 Models = Callable[..., Path]

@@ -21,8 +21,8 @@ from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import CreditConfig, load_credit, turn_returns, turn_shares
 from turnwise.trainer.algorithms.rewards import turn_rewards
-from turnwise.trainer.metrics import meaning
-from turnwise.trainer.packing import pack
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.observe.metrics import meaning
 from turnwise.trajectory import Trajectory
 
 PAIR = [trajectory("a", 3, [(None, 1.0)]), trajectory("b", 2, [(None, 0.0)])]

@@ -18,14 +18,14 @@ from support.lookup_run import train_config
 from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.attention import LAYOUT_ARGUMENT, PackedLayout
-from turnwise.trainer.config import BatchConfig, CriticConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.critic import VALUE_SUMS, Critic, ValueObjective
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.metrics import meaning
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.policy import TokenScores
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.config.train import BatchConfig, CriticConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.model.attention import LAYOUT_ARGUMENT, PackedLayout
+from turnwise.trainer.model.critic import VALUE_SUMS, Critic, ValueObjective
+from turnwise.trainer.model.policy import TokenScores
+from turnwise.trainer.observe.metrics import meaning
 
 Row = Callable[..., TrainRow]
 Models = Callable[..., Path]

@@ -13,10 +13,10 @@ from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks import HeldOrder, Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import build_experience, collect
-from turnwise.trainer.checkpoint import TrainerState
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.data import TaskStream, open_tasks
-from turnwise.trainer.metrics import meaning
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.run.checkpoint import TrainerState
+from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, as_ids
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from support.toy_renderer import ToyRenderer
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.diagnostics.counts import dropped_tokens, tool_metrics
-from turnwise.trainer.diagnostics.gap import GapWatch, gap_record, gap_words
-from turnwise.trainer.diagnostics.report import Diagnostics
-from turnwise.trainer.diagnostics.warnings import RULES, Setting, Warned, Warner, find_warnings
-from turnwise.trainer.packing import TrainRow
+from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.gap import GapWatch, gap_record, gap_words
+from turnwise.trainer.observe.metrics import dropped_tokens, tool_metrics
+from turnwise.trainer.observe.warnings import RULES, Diagnostics, Setting, Warned, Warner, find_warnings
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup, to_samples
 
 

@@ -16,14 +16,14 @@ from pydantic import ValidationError
 from support.preference_data import chat_model
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, InferenceError
-from turnwise.inference.core import ModelInfo
-from turnwise.inference.frozen import FrozenConfig, FrozenPolicy
+from turnwise.gateway.frozen import FrozenConfig, FrozenPolicy
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.model.core import ModelInfo
 from turnwise.trainer.algorithms.config import AlgorithmConfig, DistillConfig
 from turnwise.trainer.batch.experience import Experience
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.distill import Teacher, check_teacher, distilled, reverse_kl
-from turnwise.trainer.metrics import meaning
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.distill import Teacher, check_teacher, distilled, reverse_kl
+from turnwise.trainer.observe.metrics import meaning
 
 
 def floats(*values: float) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import build_experience, collect
-from turnwise.trainer.metrics import meaning
+from turnwise.trainer.observe.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 

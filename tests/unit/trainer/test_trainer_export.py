@@ -20,12 +20,11 @@ from support.warm import run_command
 from turnwise.cli.app import app
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
-from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
-from turnwise.trainer.checkpoint_config import BestConfig
-from turnwise.trainer.config import PolicyConfig
-from turnwise.trainer.engines import open_learner
-from turnwise.trainer.export import export_model
-from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.config.train import BestConfig, PolicyConfig
+from turnwise.trainer.learn.learner import open_learner
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
+from turnwise.trainer.run.export import export_model
 
 COMPANIONS = {
     "tokenizer.json": "{}",
@@ -126,9 +125,9 @@ _FULL_DISK = """
     import resource, sys
     from pathlib import Path
     from turnwise.errors import CheckpointError
-    from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
-    from turnwise.trainer.config import PolicyConfig
-    from turnwise.trainer.engines import open_learner
+    from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state
+    from turnwise.trainer.config.train import PolicyConfig
+    from turnwise.trainer.learn.learner import open_learner
 
     home = Path(sys.argv[2])
     learner = open_learner(PolicyConfig.model_validate({"model": {"path": sys.argv[1], "device": "cpu"}}), 10)

@@ -14,15 +14,13 @@ from pydantic import ValidationError
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.replay import LocalReplayBuffer
-from turnwise.rollout.strategies import Arrival, Choice, Mixed, Strategy
-from turnwise.rollout.strategies.filtered import Filtered
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.strategies import Arrival, Choice, Filtered, Mixed, Strategy
 from turnwise.tasks import Task
 from turnwise.tasks.order import HeldOrder
-from turnwise.trainer.batch_config import BatchConfig
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.data import TaskStream
-from turnwise.trainer.feed import Feed
+from turnwise.trainer.config.batch import BatchConfig
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.task_scheduler import Feed, TaskStream
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, ToolCall
 

@@ -22,15 +22,15 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, charge
 from turnwise.trainer.algorithms.rewards import with_penalties
 from turnwise.trainer.batch.experience import Collected, build_experience, collect
+from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trainer.batch.value_targets import TrajectoryValues
-from turnwise.trainer.checkpoint import CheckpointStore, TrainerState, load_state
-from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, TrainConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.learner import StepResult
-from turnwise.trainer.metrics import meaning
-from turnwise.trainer.packing import TrainRow, pack
-from turnwise.trainer.reference import FrozenReference, InitialWeights, KLGuard, open_reference, reference_path
-from turnwise.trainer.update import recompute_logprobs, update_policy
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, TrainConfig
+from turnwise.trainer.learn.learner import StepResult
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import recompute_logprobs, update_policy
+from turnwise.trainer.model.reference import FrozenReference, InitialWeights, KLGuard, open_reference, reference_path
+from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup, to_samples
 
 Row = Callable[..., TrainRow]

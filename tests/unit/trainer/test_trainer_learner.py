@@ -13,11 +13,11 @@ from support.examples import examples
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
-from turnwise.trainer.config import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
-from turnwise.trainer.engines.torch import TorchLearner, pick_device
-from turnwise.trainer.metrics import checked, meaning, update_metrics
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.policy import TokenScores
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.config.train import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
+from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
+from turnwise.trainer.model.policy import TokenScores
+from turnwise.trainer.observe.metrics import checked, meaning, update_metrics
 
 Row = Callable[..., TrainRow]
 Models = Callable[..., Path]

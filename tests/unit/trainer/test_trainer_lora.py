@@ -12,19 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.tiny_lm import make_model, save_model
+from turnwise.engine.attention import PoolPlan, StepPlan, prefill_blocks
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.kv_cache import KVPool
+from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, is_adapter, model_under, read_adapter
 from turnwise.errors import CheckpointError, FormatError, TrainError
-from turnwise.inference.adapter_dir import ADAPTER_CONFIG, adapter_chain, is_adapter, model_under, read_adapter
-from turnwise.inference.attention import PoolPlan, StepPlan, prefill_blocks
-from turnwise.inference.causal_lm import CausalLM
-from turnwise.inference.kv_pool import KVPool
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
-from turnwise.trainer.audit import is_float32
-from turnwise.trainer.config import PolicyConfig
-from turnwise.trainer.engines import open_learner
-from turnwise.trainer.learner import Learner
-from turnwise.trainer.lora import LoRAConfig
-from turnwise.trainer.packing import TrainRow, pack
-from turnwise.trainer.policy import load_model, try_adapters
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.config.train import PolicyConfig
+from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.model.lora import LoRAConfig
+from turnwise.trainer.model.policy import load_model, try_adapters
+from turnwise.trainer.observe.audit import is_float32
 
 peft = pytest.importorskip("peft")
 Row = Callable[..., TrainRow]

@@ -16,18 +16,17 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from support.preference_data import BAD, GOOD, PEOPLE, chat_model, preferences, record, write_lines
+from turnwise.chat.renderer import load_renderer
+from turnwise.engine.reward_model import Classifier, Encoder
 from turnwise.errors import TaskError, TrainError
-from turnwise.inference.classifier import Classifier
-from turnwise.inference.renderer import load_renderer
-from turnwise.inference.reward_server import Encoder
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.loggers.core import LoggedRun, Logger
-from turnwise.trainer.loggers.jsonl import read_metrics
-from turnwise.trainer.metrics import meaning
-from turnwise.trainer.offline.config import DPOConfig, FilterConfig, PairingConfig, RewardModelConfig, SFTConfig
+from turnwise.trainer.config.offline import DPOConfig, FilterConfig, PairingConfig, RewardModelConfig, SFTConfig
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.observe.loggers.core import LoggedRun, Logger
+from turnwise.trainer.observe.loggers.run_log import read_metrics
+from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.offline.core import keep_good, make_pairs, read_recorded
 from turnwise.trainer.offline.dpo import PreferenceObjective, reference_sums, run_dpo
 from turnwise.trainer.offline.preferences import Pair, load_preferences, pack_pairs, preference_pairs, token_sides
-from turnwise.trainer.offline.recorded import keep_good, make_pairs, read_recorded
 from turnwise.trainer.offline.reward_model import run_reward_model
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trajectory import Trajectory, to_samples

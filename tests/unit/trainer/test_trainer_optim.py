@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from turnwise.errors import CheckpointError, TrainError
-from turnwise.trainer.config import MuonConfig, OptimConfig, ScheduleConfig
-from turnwise.trainer.optim import OptimizerSet, schedule_factor, split_parameters
-from turnwise.trainer.policy import load_model
+from turnwise.trainer.config.train import MuonConfig, OptimConfig, ScheduleConfig
+from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor, split_parameters
+from turnwise.trainer.model.policy import load_model
 
 
 def curve(total: int, **options: object) -> list[float]:

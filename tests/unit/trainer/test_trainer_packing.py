@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import TrainError
-from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trajectory import TrainSample
 
 

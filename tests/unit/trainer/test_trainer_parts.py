@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from turnwise.trainer.apart import Apart, inline
-from turnwise.trainer.loops.parts import combined, shares
+from turnwise.trainer.loops.steps import combined, shares
+from turnwise.trainer.run.train_thread import Apart, inline
 
 
 def test_parts_are_as_equal_as_can_be() -> None:

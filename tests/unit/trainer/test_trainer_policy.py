@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from turnwise.errors import TrainError
-from turnwise.trainer import policy as policy_module
-from turnwise.trainer.packing import TrainRow, pack
-from turnwise.trainer.policy import Policy, load_model
-from turnwise.trainer.vocabulary import score_states
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.model import policy as policy_module
+from turnwise.trainer.model.chunked_logprobs import score_states
+from turnwise.trainer.model.policy import Policy, load_model
 
 Row = Callable[..., TrainRow]
 LENGTHS = (9, 3, 14, 14, 2, 11)

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import Experience, build_experience, collect
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.metrics import meaning
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 

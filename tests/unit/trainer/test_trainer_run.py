@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.lookup_run import MODEL, build_model, shared, silent, train_config
-from turnwise.trainer.run import open_run
+from turnwise.trainer.run.run import open_run
 
 
 @pytest.mark.usefixtures("python_s_own_collections")

@@ -13,9 +13,9 @@ import pytest
 
 from support.warm import WarmPopen
 from turnwise.errors import CheckpointError, ConfigError, FormatError, TrainError
-from turnwise.trainer.checkpoint import CheckpointStore, TrainerState
-from turnwise.trainer.config import TrainConfig
-from turnwise.trainer.run_directory import RunDirectory, config_digest
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
+from turnwise.trainer.run.directory import RunDirectory, config_digest
 
 
 def config(model: str = "model", **changes: Any) -> TrainConfig:
@@ -32,7 +32,7 @@ def config(model: str = "model", **changes: Any) -> TrainConfig:
 def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     home = RunDirectory(tmp_path / "r")
     holder = (
-        "import sys; from pathlib import Path; from turnwise.trainer.run_directory import RunDirectory\n"
+        "import sys; from pathlib import Path; from turnwise.trainer.run.directory import RunDirectory\n"
         "with RunDirectory(Path(sys.argv[1])).alone():\n"
         "    print('in', flush=True); sys.stdin.read()\n"
     )

@@ -16,19 +16,19 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from support.chat_models import build_model_dir
+from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RenderError, TaskError, TrainError
 from turnwise.evaluation.config import EvalConfig
-from turnwise.inference.canonical import canonical_messages
-from turnwise.inference.renderer import load_renderer
-from turnwise.trainer.export import export_model
-from turnwise.trainer.loggers.jsonl import read_metrics
+from turnwise.model.canonical import canonical_messages
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.model.policy import load_model
+from turnwise.trainer.observe.loggers.run_log import read_metrics
 from turnwise.trainer.offline import core as core_module
-from turnwise.trainer.offline import demonstrations as demonstrations_module
+from turnwise.trainer.offline import preferences as demonstrations_module
 from turnwise.trainer.offline import sft as sft_module
-from turnwise.trainer.offline.config import SFTConfig
-from turnwise.trainer.offline.demonstrations import Demonstration, demonstration_rows, load_demonstrations
+from turnwise.trainer.offline.preferences import Demonstration, demonstration_rows, load_demonstrations
 from turnwise.trainer.offline.sft import run_sft
-from turnwise.trainer.policy import load_model
+from turnwise.trainer.run.export import export_model
 from turnwise.types import ToolSchema
 
 TOOL = {

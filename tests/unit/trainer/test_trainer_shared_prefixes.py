@@ -15,16 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from turnwise.trainer import prefix_tree
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.config import BatchConfig, ModelConfig, PolicyConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.policy import Policy, TokenScores, load_model
-from turnwise.trainer.prefix_tree import PrefixTree
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.batch import prefix_tree
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.batch.prefix_tree import PrefixTree
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, PolicyConfig
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.model.policy import Policy, TokenScores, load_model
 from turnwise.trajectory import TrainSample
 
 Ids = list[int]

@@ -10,10 +10,10 @@ import torch
 
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.update import minibatches, update_policy
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import minibatches, update_policy
 
 Row = Callable[..., TrainRow]
 Models = Callable[..., Path]

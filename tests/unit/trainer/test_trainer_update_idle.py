@@ -11,10 +11,10 @@ import torch
 from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.config import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.packing import TrainRow, pack
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
 
 # Sharing would round otherwise, and the first step of AdamW makes much of next to nothing.
 BATCH = BatchConfig(max_tokens_per_micro_batch=64, share_prefixes=False)

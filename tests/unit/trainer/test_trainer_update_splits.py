@@ -12,11 +12,11 @@ from torch import Tensor
 
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses import LOSSES
-from turnwise.trainer.config import BatchConfig, ModelConfig, PolicyConfig
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.learner import StepResult
-from turnwise.trainer.packing import TrainRow
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.config.train import BatchConfig, ModelConfig, PolicyConfig
+from turnwise.trainer.learn.learner import StepResult
+from turnwise.trainer.learn.torch_learner import TorchLearner
+from turnwise.trainer.learn.update import update_policy
 
 Row = Callable[..., TrainRow]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.examples import examples
-from turnwise.trainer.vocabulary import LogitTransform, score_states, tile_columns
+from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states, tile_columns
 
 PLAIN = LogitTransform()
 TRANSFORMS = [

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from support.warm import run_command
+from turnwise.engine.weights import read_weights
 from turnwise.errors import InferenceError
-from turnwise.inference.core import Replica, WeightManifest
-from turnwise.inference.weights import read_weights
-from turnwise.trainer.policy import load_model
+from turnwise.model.core import Replica, WeightManifest
+from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 
 

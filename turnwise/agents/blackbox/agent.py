@@ -1,9 +1,4 @@
-"""A program as an agent: started beside its session, given the task, watched, and ended with all that it started.
-
-Owns: :class:`BlackBoxAgent`, and what the end of a program means for its episode. Refuses: recording (the gateway's
-sessions), running tools (the environment's), and keeping a program from what its user may do: that is done by a sandbox
-(``inside.py``), where it runs in one.
-"""
+"""A program as an agent: started beside its session, given the task, watched, and ended with all that it started."""
 
 from __future__ import annotations
 
@@ -18,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from turnwise.agents.blackbox.config import BlackBoxConfig, mounts_of, read_config, settled
-from turnwise.agents.blackbox.inside import InsideProgram, Quarters
-from turnwise.agents.blackbox.mounts import paths_within
-from turnwise.agents.blackbox.places import (
+from turnwise.agents.blackbox.config import BlackBoxConfig, mounts_of, paths_within, read_config, settled
+from turnwise.agents.blackbox.program import Exit, Output, Program, ProgramError, Said, Workers
+from turnwise.agents.blackbox.sandboxed_program import InsideProgram, Quarters
+from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
+from turnwise.agents.blackbox.workdir import (
     API_KEY,
     PLACEHOLDERS,
     Places,
@@ -32,13 +28,10 @@ from turnwise.agents.blackbox.places import (
     shell_tools,
     told_of,
 )
-from turnwise.agents.blackbox.program import Exit, Output, Program, ProgramError
-from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
-from turnwise.agents.blackbox.workers import Said, Workers
 from turnwise.agents.core import Agent, Episode
 from turnwise.errors import AgentError, shown
-from turnwise.inference.canonical import clean
-from turnwise.inference.gateway.local import Door
+from turnwise.gateway.local import Door
+from turnwise.model.canonical import clean
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.types import StopReason
 

@@ -1,8 +1,4 @@
-"""How programs are run as agents: command lines, environments and files, as data.
-
-Owns: :class:`Recipe` and the recipes that ship. Refuses: running anything. What each program sends, and what it does to
-a conversation, is in docs/gateway.md.
-"""
+"""How programs are run as agents: command lines, environments and files, as data."""
 
 from __future__ import annotations
 
@@ -12,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.references import load_object
+from turnwise.plugins import load_object
 
 Dialect = Literal["openai", "anthropic", "both"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How one program is run. Texts hold placeholders; see :mod:`turnwise.agents.blackbox.places`.
+    """How one program is run. Texts hold placeholders; see :mod:`turnwise.agents.blackbox.workdir`.
 
     Attributes:
         command: The program and its arguments.

@@ -1,8 +1,5 @@
 """The environment's tools over HTTP, for a program that acts in an episode from outside.
 
-Owns: :class:`ToolServer` and :class:`OfferedTools`: one address per episode, at which calls go through ``Episode.call``
-as those of any other agent do. Refuses: MCP's messages (``mcp_messages.py``).
-
 Routes, below an address that cannot be guessed: ``GET /tools/TOKEN`` lists the tools in OpenAI's form, ``POST
 /tools/TOKEN/NAME`` with a JSON object of arguments calls one, ``POST /mcp/TOKEN`` speaks MCP (streamable HTTP).
 """
@@ -13,18 +10,118 @@ import asyncio
 import json
 import secrets
 import socket
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from aiohttp import web
 
-from turnwise.agents.blackbox import mcp_messages
+from turnwise import __version__
 from turnwise.agents.core import Episode
 from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetSpent, TurnwiseError, shown
-from turnwise.inference.gateway.local import Door
+from turnwise.gateway.local import Door
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
+
+_VERSIONS: Final = ("2025-11-25", "2025-06-18", "2025-03-26")
+_UNKNOWN_METHOD, _INVALID_REQUEST, _INVALID_PARAMS, _NOT_JSON = -32601, -32600, -32602, -32700
+_CALL_IDS: Final = ("claudecode/toolUseId", "turnwise/toolCallId")
+"""Where clients say in ``_meta`` which call of the model they make."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedCall:
+    """A call of a tool.
+
+    Attributes:
+        id: Of the request.
+        name: Of the tool.
+        arguments: As they came.
+        call_id: The id under which the model made it; empty where the client does not say.
+    """
+
+    id: Any
+    name: str
+    arguments: Any
+    call_id: str
+
+
+def read_mcp_call(asked: Any) -> AskedCall | None:
+    """Return the call that a message asks for, or None where it asks for something else."""
+    if not isinstance(asked, dict) or asked.get("method") != "tools/call" or "id" not in asked:
+        return None
+    params = asked.get("params")
+    if not isinstance(params, dict) or not isinstance(params.get("name"), str):
+        return None
+    meta = params.get("_meta")
+    ids = [meta.get(key) for key in _CALL_IDS] if isinstance(meta, dict) else []
+    call_id = next((each for each in ids if isinstance(each, str)), "")
+    arguments = params.get("arguments")
+    return AskedCall(asked["id"], params["name"], {} if arguments is None else arguments, call_id)
+
+
+def mcp_answer(asked: Any, tools: Sequence[ToolSchema]) -> dict[str, Any] | None:
+    """Return the answer to a message that calls no tool, or None where it wants none."""
+    if not isinstance(asked, dict) or not isinstance(asked.get("method"), str):
+        # An answer of the client's, to a question that nobody asked, wants none either.
+        is_answer = isinstance(asked, dict) and ("result" in asked or "error" in asked)
+        return None if is_answer else _error(None, _INVALID_REQUEST, "a JSON-RPC request needs a 'method'")
+    method, number = asked["method"], asked.get("id")
+    if number is None:
+        return None
+    params = asked.get("params")
+    match method:
+        case "initialize":
+            wanted = params.get("protocolVersion") if isinstance(params, dict) else None
+            return _result(
+                number,
+                {
+                    "protocolVersion": wanted if wanted in _VERSIONS else _VERSIONS[0],
+                    "capabilities": {"tools": {}},
+                    "serverInfo": {"name": "turnwise", "version": __version__},
+                },
+            )
+        case "ping":
+            return _result(number, {})
+        case "tools/list":
+            return _result(number, {"tools": [_listed(tool) for tool in tools]})
+        case "tools/call":
+            return _error(number, _INVALID_PARAMS, "tools/call needs a 'name'")
+    return _error(number, _UNKNOWN_METHOD, f"this server offers tools only: there is no method {method!r}")
+
+
+def mcp_result(call: AskedCall, content: str | Sequence[dict[str, Any]], *, error: bool) -> dict[str, Any]:
+    """Return what a tool answered to a call."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return _result(call.id, {"content": [_block(part) for part in parts], "isError": error})
+
+
+def mcp_not_json() -> dict[str, Any]:
+    """Return the answer to a body that is no JSON."""
+    return _error(None, _NOT_JSON, "the body is no JSON")
+
+
+def _listed(tool: ToolSchema) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters}
+
+
+def _block(part: dict[str, Any]) -> dict[str, Any]:
+    kind = part.get("type", "text")
+    value = part.get(kind)
+    if kind in ("image", "audio") and isinstance(value, str) and value.startswith("data:") and ";base64," in value:
+        mime_type, _, data = value.removeprefix("data:").partition(";base64,")
+        return {"type": kind, "data": data, "mimeType": mime_type}
+    return {"type": "text", "text": value if isinstance(value, str) else f"[{kind}]"}
+
+
+def _result(number: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "result": found}
+
+
+def _error(number: Any, code: int, message: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message}}
+
 
 CALL_ID = "x-tool-call-id"
 """Header by which a program says which call of the model it makes."""
@@ -272,7 +369,7 @@ class ToolServer:
         try:
             asked = json.loads(await request.text())
         except (ValueError, RecursionError):
-            return web.json_response(mcp_messages.not_json(), status=400)
+            return web.json_response(mcp_not_json(), status=400)
         answers = [
             answer
             for each in (asked if isinstance(asked, list) else [asked])
@@ -290,14 +387,14 @@ class _Refusing(asyncio.Protocol):
 
 
 async def _mcp_answer(offered: OfferedTools, asked: Any) -> Mapping[str, Any] | None:
-    call = mcp_messages.read_call(asked)
+    call = read_mcp_call(asked)
     if call is None:
-        return mcp_messages.answer(asked, offered.schemas)
+        return mcp_answer(asked, offered.schemas)
     try:
         response = await offered.call(call.name, call.arguments, call.call_id)
     except EpisodeOver as over:
-        return mcp_messages.result(call, str(over), error=True)
-    return mcp_messages.result(call, response.content(), error=response.error is not None)
+        return mcp_result(call, str(over), error=True)
+    return mcp_result(call, response.content(), error=response.error is not None)
 
 
 def _told(status: int, message: str) -> web.Response:

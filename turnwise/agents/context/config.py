@@ -1,8 +1,4 @@
-"""The configuration of an agent's context: what is dropped, when it is summarised, and what sub-agents may do.
-
-Owns: :class:`ContextConfig` and its sections, and :func:`read_context`, which says what is wrong with one. Refuses:
-doing any of it.
-"""
+"""The configuration of an agent's context: what is dropped, when it is summarised, and what sub-agents may do."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from turnwise.config_problems import report_problems
+from turnwise.config import report_problems
 from turnwise.errors import ConfigError
 
 Share = Annotated[float, Field(gt=0, le=1)]

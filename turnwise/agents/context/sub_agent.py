@@ -1,8 +1,5 @@
 """Agents within an episode: the one that was asked, and those that it gives parts of its work to.
 
-Owns: :class:`Team`: who answers the calls of a message, and the tool that starts a sub-agent. Refuses: conversations
-(``conversation.py``) and what tools do; the environment answers its own.
-
 A sub-agent talks in the session of the episode, from a root of its own; its rewards, limits and tokens are those of the
 one trajectory.
 """

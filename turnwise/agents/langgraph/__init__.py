@@ -12,8 +12,15 @@ except ImportError as error:
 
 from turnwise.agents.langgraph.agent import LangGraphAgent
 from turnwise.agents.langgraph.chat_model import ChatTurnwise
-from turnwise.agents.langgraph.run import GraphRun, current_run
-from turnwise.agents.langgraph.tools import EpisodeTool, env_tools, environment_node, episode_over, tools_of
+from turnwise.agents.langgraph.run import (
+    EpisodeTool,
+    GraphRun,
+    current_run,
+    env_tools,
+    environment_node,
+    episode_over,
+    tools_of,
+)
 
 __all__ = [
     "ChatTurnwise",

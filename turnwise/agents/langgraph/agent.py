@@ -1,29 +1,101 @@
-"""An agent that is a graph of LangGraph.
-
-Owns: :class:`LangGraphAgent`: what a graph is given, what becomes of its answer, its interrupts and its ends. Refuses:
-catching errors of nodes; they are the runner's, like those of every agent.
-"""
+"""An agent that is a graph of LangGraph."""
 
 from __future__ import annotations
 
+import inspect
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
+from langgraph.graph import StateGraph
 from langgraph.pregel import Pregel
 from langgraph.types import Command, Interrupt
 
 from turnwise.agents.core import Agent, Episode
-from turnwise.agents.langgraph.factory import GraphFactory
+from turnwise.agents.langgraph.chat_model import ChatTurnwise
 from turnwise.agents.langgraph.messages import graph_messages, own_message, text_of_value
-from turnwise.agents.langgraph.run import EpisodeOver, GraphRun
+from turnwise.agents.langgraph.run import EpisodeOver, GraphRun, tools_of
 from turnwise.errors import AgentError, shown
+from turnwise.model.canonical import canonical_tools
+from turnwise.plugins import load_object
 from turnwise.types import Message, StopReason, text_of
+
+_GIVEN: Final = ("model", "tools")
+
+
+class GraphFactory:
+    """Makes the graph of an episode, once for each set of tools.
+
+    Args:
+        graph: A reference, a graph, or a function that makes one.
+        options: Arguments of that function.
+
+    Raises:
+        ConfigError: The reference cannot be loaded.
+        AgentError: It is no graph, or its function does not take the options.
+    """
+
+    def __init__(self, graph: Any, options: Mapping[str, Any]) -> None:
+        self._name = graph if isinstance(graph, str) else shown(graph)
+        self._made = load_object(graph, "graph") if isinstance(graph, str) else graph
+        self._options = dict(options)
+        self._graphs: dict[Any, Runnable[Any, Any]] = {}
+        if isinstance(self._made, StateGraph):
+            self._made = self._made.compile()
+        if isinstance(self._made, Runnable):
+            if self._options:
+                raise AgentError(
+                    f"graph {self._name}: options {sorted(self._options)} are for a function that makes one"
+                )
+            return
+        if not callable(self._made):
+            raise AgentError(
+                f"graph {self._name} is a {type(self._made).__name__}: it must be a graph of LangGraph, or a function "
+                "that makes one of model and tools"
+            )
+        self._given = self._check(self._made)
+
+    async def graph_for(self, episode: Episode) -> Runnable[Any, Any]:
+        """Return the graph for the tools of an episode.
+
+        Raises:
+            AgentError: The function made something else.
+        """
+        if isinstance(self._made, Runnable):
+            return self._made
+        key = canonical_tools(episode.tools)
+        if key not in self._graphs:
+            given = {"model": ChatTurnwise(), "tools": tools_of(episode.tools)}
+            made = self._made(**{name: given[name] for name in self._given}, **self._options)
+            if inspect.isawaitable(made):
+                made = await made
+            if isinstance(made, StateGraph):
+                made = made.compile()
+            if not isinstance(made, Runnable):
+                raise AgentError(f"graph {self._name} made a {type(made).__name__}: it must return a compiled graph")
+            self._graphs[key] = made
+        return self._graphs[key]
+
+    def _check(self, function: Any) -> list[str]:
+        """Return which of model and tools a function takes."""
+        parameters = inspect.signature(function).parameters.values()
+        named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        given = [name for name in _GIVEN if (name in named or takes_all) and name not in self._options]
+        unknown = sorted(self._options.keys() - named) if not takes_all else []
+        if unknown:
+            raise AgentError(f"graph {self._name} takes no option {unknown[0]!r}; it takes {', '.join(sorted(named))}")
+        needed = {each.name for each in parameters if each.default is each.empty and each.name in named}
+        missing = sorted(needed - {*given, *self._options})
+        if missing:
+            raise AgentError(f"graph {self._name} needs {missing[0]!r}: give it under options")
+        return given
+
 
 INTERRUPTS = "__interrupt__"
 GAVE_UP = "Sorry, need more steps to process this request."

@@ -1,8 +1,4 @@
-"""The chat model of graphs: LangChain's interface in front of a recorder.
-
-Owns: :class:`ChatTurnwise`. Refuses: recording (``inference/session.py``), and HTTP. Nothing is ever answered from a
-cache: a turn that was not sampled cannot be trained.
-"""
+"""The chat model of graphs: LangChain's interface in front of a recorder."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall
 from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
@@ -25,17 +21,70 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough,
 from langchain_core.tools import BaseTool
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from turnwise.agents.langgraph.asking import Wishes, read_wishes, schema_format, schema_of
-from turnwise.agents.langgraph.conversation import conversation
-from turnwise.agents.langgraph.messages import REASONING, Known
+from turnwise.agents.langgraph.messages import REASONING, Known, own_message
+from turnwise.agents.langgraph.request import Wishes, read_wishes, schema_format, schema_of
 from turnwise.agents.langgraph.run import GraphRun, blocked, current_run
+from turnwise.chat.formats.live import LiveTurn
 from turnwise.errors import SessionError, shown
-from turnwise.inference.formats.live import LiveTurn
-from turnwise.inference.gateway.hosted_session import TextSession
-from turnwise.inference.gateway.turns import Reader
-from turnwise.inference.session import Opened, Session
-from turnwise.inference.template_args import template_arguments
+from turnwise.gateway.proxy.session import TextSession
+from turnwise.gateway.turns import Reader
+from turnwise.model.canonical import template_arguments
+from turnwise.recorder.session import Opened, Session
+from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, TokenDelta, text_of
+
+
+async def conversation(
+    messages: Sequence[BaseMessage], known: Known, agent: str, run: GraphRun | None
+) -> list[Message]:
+    """Return messages in our form, with an answer to each call.
+
+    Args:
+        messages: Of the graph.
+        known: What was said to it.
+        agent: Whose session is asked.
+        run: The episode; None outside of one.
+
+    Raises:
+        AgentError: A message is of a kind that no model is told.
+        TurnwiseError: As the environment's answers do.
+    """
+    own = [own_message(message, known, agent) for message in messages]
+    # From behind: what is put in moves what follows.
+    for place in reversed(range(len(messages) - 1)):
+        message = messages[place]
+        if isinstance(message, AIMessage) and message.invalid_tool_calls:
+            end = next((at for at in range(place + 1, len(own)) if own[at]["role"] != "tool"), len(own))
+            order = [call.id for call in own[place].get("tool_calls") or ()]
+            own[place + 1 : end] = await _all_answers(own[place + 1 : end], order, message, agent, known, run)
+    return own
+
+
+async def _all_answers(
+    answers: list[Message], order: list[str], message: AIMessage, agent: str, known: Known, run: GraphRun | None
+) -> list[Message]:
+    """Return the answers to the calls of a message in their order, those included that the graph did not give."""
+    named = {answer.get("tool_call_id") for answer in answers}
+    found = list(answers)
+    for broken in message.invalid_tool_calls:
+        call_id = broken.get("id") or ""
+        call = known.calls.get(call_id)
+        own_id = call_id if call is None else call.named(agent)
+        if own_id not in named:
+            answer = await run.refusal(call) if run is not None and call is not None else _plain_refusal(broken)
+            found.append({**answer, "tool_call_id": own_id})
+    return sorted(found, key=lambda answer: _place(answer, order))
+
+
+def _place(answer: Message, order: list[str]) -> int:
+    call_id = answer.get("tool_call_id", "")
+    return order.index(call_id) if call_id in order else len(order)
+
+
+def _plain_refusal(call: InvalidToolCall) -> Message:
+    why = call.get("error") or "it could not be read"
+    response = ToolResponse.failure("unusable_call", f"this call was not executed: {why}")
+    return {"role": "tool", "name": call.get("name") or "", "content": response.content()}
 
 
 class ChatTurnwise(BaseChatModel):

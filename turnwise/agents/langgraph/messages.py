@@ -1,7 +1,4 @@
-"""Messages of LangChain and our own, both ways.
-
-Owns: the forms, and :class:`Known`, what was said to a graph under which ids. Refuses: asking a model.
-"""
+"""Messages of LangChain and our own, both ways."""
 
 from __future__ import annotations
 

@@ -10,25 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnwise.envs.rewards.answers import extract_answer, normalize
-    from turnwise.envs.rewards.core import Rubric, as_rubric
+    from turnwise.envs.rewards.core import Part, RewardFunction, Rubric, as_rubric
     from turnwise.envs.rewards.groups import PairwiseJudge, RankBy, answer_of, centred_ranks, conversation_of
     from turnwise.envs.rewards.judge import Judge
     from turnwise.envs.rewards.matching import ExactMatch, JSONSchema, Regex
     from turnwise.envs.rewards.model import RewardModel
     from turnwise.envs.rewards.numeric import Numeric, parse_number
-    from turnwise.envs.rewards.parts import Part, RewardFunction
     from turnwise.envs.rewards.symbolic import Symbolic
     from turnwise.envs.rewards.verl import VerlScore
 
 _HOMES = {
     "answers": ("extract_answer", "normalize"),
-    "core": ("Rubric", "as_rubric"),
+    "core": ("Part", "RewardFunction", "Rubric", "as_rubric"),
     "groups": ("PairwiseJudge", "RankBy", "answer_of", "centred_ranks", "conversation_of"),
     "judge": ("Judge",),
     "matching": ("ExactMatch", "JSONSchema", "Regex"),
     "model": ("RewardModel",),
     "numeric": ("Numeric", "parse_number"),
-    "parts": ("Part", "RewardFunction"),
     "symbolic": ("Symbolic",),
     "verl": ("VerlScore",),
 }

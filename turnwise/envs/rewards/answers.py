@@ -1,8 +1,4 @@
-"""Where the answer stands in a text, and in which form texts are compared.
-
-Owns: :func:`extract_answer`, :func:`extractor`, :func:`normalize` and :func:`gold_answers`. Refuses: judging whether an
-answer is right.
-"""
+"""Where the answer stands in a text, and in which form texts are compared."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Group rewards: functions that see all trajectories of a task and say how they compare.
 
-Owns: :func:`centred_ranks`, :class:`RankBy`, :class:`PairwiseJudge`, and what such functions read trajectories with.
-Refuses: running them; that is ``rollout/group_reward.py``.
-
 A group reward is ``f(task, trajectories)``, plain or async, and returns for each trajectory a number or named numbers.
 """
 
@@ -12,9 +9,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from turnwise.envs.rewards.judge import Question, transcript
+from turnwise.envs.rewards.judge import AskOptions, Question, Verdict, Verdicts, transcript
 from turnwise.envs.rewards.matching import find_json
-from turnwise.envs.rewards.verdicts import AskOptions, Verdict, Verdicts
 from turnwise.errors import ConfigError, EnvError, shown
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory

@@ -1,7 +1,5 @@
 """Reward functions by name: the shipped ones, and references to yours.
 
-Owns: :data:`SHIPPED`, :func:`load_function` and :func:`describe`. Refuses: calling what it loads.
-
 An object that a configuration describes is made once per process and shared by all episodes, since every episode makes
 its environment anew: so they share connections, caches and rate limits.
 """
@@ -17,8 +15,8 @@ from typing import Any, Final
 import orjson
 
 from turnwise.errors import ConfigError, shown
-from turnwise.references import load_object, place_of
-from turnwise.tools.registry import nearest
+from turnwise.plugins import load_object, place_of
+from turnwise.tools.core import nearest
 
 _HERE = "turnwise.envs.rewards"
 SHIPPED: Final[Mapping[str, str]] = MappingProxyType(

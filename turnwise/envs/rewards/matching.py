@@ -1,8 +1,4 @@
-"""Reward functions that compare texts: exact match, regular expressions, JSON against a schema.
-
-Owns: :class:`ExactMatch`, :class:`Regex`, :class:`JSONSchema` and :func:`find_json`. Refuses: numbers and mathematics
-(``numeric.py``, ``symbolic.py``). An answer that is missing is worth 0; a task without the right answer is an error.
-"""
+"""Reward functions that compare texts: exact match, regular expressions, JSON against a schema."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from turnwise.envs.rewards.answers import check_normalization, extractor, gold_answers, normalize
-from turnwise.envs.rewards.parts import RewardFunction
+from turnwise.envs.rewards.core import RewardFunction
 from turnwise.errors import ConfigError, EnvError, shown
 
 _FENCED = re.compile(r"```(?:[ \t]*(?:json|JSON))?[ \t]*\n(.*?)```", re.DOTALL)

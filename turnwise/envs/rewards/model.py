@@ -1,8 +1,4 @@
-"""Reward models: a sequence classifier behind an HTTP server says what a conversation is worth.
-
-Owns: :class:`RewardModel`. Refuses: loading weights here. The wire is vLLM's ``POST /classify``, so ``turnwise serve
---reward DIR`` and ``vllm serve DIR --runner pooling`` can be asked alike.
-"""
+"""Reward models: a sequence classifier behind an HTTP server says what a conversation is worth."""
 
 from __future__ import annotations
 
@@ -15,12 +11,11 @@ from typing import Any, ClassVar
 import orjson
 
 from turnwise.config import load_config
-from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, wire_messages
-from turnwise.envs.rewards.parts import RewardFunction
-from turnwise.envs.rewards.perloop import PerLoop
+from turnwise.envs.rewards.core import RewardFunction
+from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, PerLoop, wire_messages
 from turnwise.errors import ConfigError, EngineDied, EnvError, InferenceError, shown
+from turnwise.inference.builtin import RewardReplica
 from turnwise.inference.config import RewardServerConfig
-from turnwise.inference.reward_process import RewardReplica
 from turnwise.types import Message
 
 _log = logging.getLogger(__name__)

@@ -1,8 +1,4 @@
-"""Numbers in answers: read exactly, compared with a tolerance.
-
-Owns: :func:`parse_number`, :func:`last_number` and :class:`Numeric`. Refuses: expressions that have to be calculated
-(``symbolic.py``). Numbers are fractions: 0.1 is one tenth, and no rounding decides.
-"""
+"""Numbers in answers: read exactly, compared with a tolerance."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Final
 
 from turnwise.envs.rewards.answers import extract_answer, extractor, gold_answers
-from turnwise.envs.rewards.parts import RewardFunction
+from turnwise.envs.rewards.core import RewardFunction
 from turnwise.errors import ConfigError, EnvError, shown
 
 _MOST_CHARACTERS: Final = 200  # of one number

@@ -1,8 +1,4 @@
-r"""Mathematical answers, compared by meaning: ``\frac{1}{2}`` is ``0.5``, and ``(x+1)^2`` is ``x^2+2x+1``.
-
-Owns: :class:`Symbolic` and the processes that compare (``symbolic_worker.py``, the one file that imports
-``math-verify``). Refuses: comparing in this process: what sympy does with a hostile answer cannot be interrupted.
-"""
+r"""Mathematical answers, compared by meaning: ``\frac{1}{2}`` is ``0.5``, and ``(x+1)^2`` is ``x^2+2x+1``."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ from typing import Any, ClassVar, Literal
 import orjson
 
 from turnwise.envs.rewards.answers import extract_answer, extractor, gold_answers
-from turnwise.envs.rewards.parts import RewardFunction
-from turnwise.envs.rewards.perloop import PerLoop
+from turnwise.envs.rewards.core import RewardFunction
+from turnwise.envs.rewards.endpoint import PerLoop
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, shown
 
 _WORKER = Path(__file__).with_name("symbolic_worker.py")

@@ -1,10 +1,4 @@
-"""The process in which answers are compared symbolically. Imports nothing of this package: it starts in a second.
-
-Owns: the loop over requests, one JSON object a line: ``{"gold": [...], "answer": ..., "seconds": ...}`` in,
-``{"verdict": ...}`` out. What an answer makes sympy do (``9**9**9**9``) may be a single operation of C code that no
-signal handler and no thread interrupts. So the kernel ends this process when a comparison has used up its CPU time,
-also where nobody waits for it any more, and memory has a limit.
-"""
+"""The process in which answers are compared symbolically. Imports nothing of this package: it starts in a second."""
 
 from __future__ import annotations
 

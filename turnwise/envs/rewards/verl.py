@@ -1,7 +1,4 @@
-"""Reward functions written for verl, unchanged.
-
-Owns: :class:`VerlScore`. Refuses: looking for a function by data source; it is named.
-"""
+"""Reward functions written for verl, unchanged."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.loading import describe, load_function
-from turnwise.envs.rewards.parts import RewardFunction
 from turnwise.errors import EnvError, shown
 
 

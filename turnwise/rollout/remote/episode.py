@@ -1,8 +1,4 @@
-"""What an agent is given at a runner: an episode whose environment, model and recorder are at the run.
-
-Owns: :class:`RemoteEpisode`, :class:`RemoteSession`, :class:`RemoteDoor` and :class:`LeaseClient`. Refuses: tokens; a
-remote session hands messages on, and is recorded where the run is.
-"""
+"""What an agent is given at a runner: an episode whose environment, model and recorder are at the run."""
 
 from __future__ import annotations
 
@@ -15,15 +11,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from turnwise.agents.core import Episode
-from turnwise.agents.limits import EpisodeLimits
+from turnwise.agents.core import Episode, EpisodeLimits
 from turnwise.envs.core import Env, StepResult
 from turnwise.errors import RunnerLost, SessionError, TurnwiseError
-from turnwise.inference.gateway.hosted_renderer import NoTokens, TextRenderer
-from turnwise.inference.gateway.local import Door
-from turnwise.inference.gateway.sessions import GatewaySession
-from turnwise.inference.session import Session, SessionLimits
-from turnwise.inference.tree import Opened
+from turnwise.gateway.local import Door
+from turnwise.gateway.proxy.session import NoTokens, TextRenderer
+from turnwise.gateway.sessions import GatewaySession
+from turnwise.recorder.session import Session, SessionLimits
+from turnwise.recorder.tree import Opened
 from turnwise.rollout.remote.protocol import PREFIX, dump, error_record, load, read_error, read_message, read_params
 from turnwise.tasks import Task
 from turnwise.tools.response import ToolResponse

@@ -1,8 +1,5 @@
 """What a run and its runners say to each other: JSON with a schema version.
 
-Owns: the version, the paths, and the forms of messages, calls and errors on the way. Refuses: HTTP and what becomes of
-what is said.
-
 A runner opens its line, ``POST /runners/line``: its answer never ends, one JSON object a line: ``hello``, ``work``,
 ``cancel``, ``ping``, ``bye``. Who loses the line has lost all work on it. All else are requests about one lease (one
 attempt at one episode), ``POST /runners/RUNNER/leases/LEASE/WHAT``.

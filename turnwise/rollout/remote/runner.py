@@ -1,8 +1,4 @@
-"""A runner: connects to a run, plays its episodes with an agent of its own, and says what came of them.
-
-Owns: :func:`serve_run`. Refuses: environments, models and recording, which are the run's. Whatever the agent raises is
-told to the run. A runner that loses its line gives up all that it was given: the run has it played anew.
-"""
+"""A runner: connects to a run, plays its episodes with an agent of its own, and says what came of them."""
 
 from __future__ import annotations
 

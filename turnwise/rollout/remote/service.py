@@ -1,27 +1,372 @@
-"""The run's side of remote runners.
-
-Owns: :class:`RemoteRunners`, which listens for runners and hands seats out, and :class:`RemoteAgent`, the agent of an
-episode that a runner plays. Refuses: everything else about episodes; the run resets, limits, scores and closes them as
-it does its own.
-"""
+"""The run's side of remote runners."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import asdict
+import hmac
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from turnwise.agents.core import Agent, Episode
-from turnwise.errors import AgentError, FormatError
-from turnwise.inference.gateway.local import LocalGateway
-from turnwise.inference.gateway.server import admin_key
+from turnwise.agents.core import Agent, Episode, recorded_turns
+from turnwise.errors import AgentError, FormatError, RunnerLost, TurnwiseError, shown
+from turnwise.gateway.local import LocalGateway
+from turnwise.gateway.server import admin_key
+from turnwise.inference.http_process import Receive, Scope, Send, answer_json, read_body
+from turnwise.recorder.session import Session
 from turnwise.rollout.config import RemoteConfig
-from turnwise.rollout.remote.app import RunnerApp
-from turnwise.rollout.remote.hub import Notify, Runner, RunnerHub
-from turnwise.rollout.remote.protocol import PREFIX, read_error, read_message
+from turnwise.rollout.outstanding import Leases
+from turnwise.rollout.remote.protocol import (
+    PREFIX,
+    VERSION,
+    dump,
+    error_record,
+    load,
+    read_call,
+    read_error,
+    read_message,
+    read_params,
+    read_tools,
+)
 from turnwise.types import StopReason
+
+Notify = Callable[[str], None]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One attempt at an episode, in a runner's hands.
+
+    Attributes:
+        id: Names it; it cannot be guessed.
+        episode: What it is about.
+        done: What the runner says in the end, or why it never will.
+        errors: What requests of it failed with, so that they are known again.
+        running: Its requests that are being answered.
+    """
+
+    id: str
+    episode: Episode
+    done: asyncio.Future[dict[str, Any]]
+    errors: list[Exception] = field(default_factory=list)
+    running: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Runner:
+    """A runner that is connected.
+
+    Attributes:
+        id: Names it.
+        name: What it calls itself.
+        free: How many more episodes it takes.
+        events: What it is to be told; None ends its line.
+        leases: What it works on.
+    """
+
+    id: str
+    name: str
+    free: int
+    events: asyncio.Queue[dict[str, Any] | None]
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+
+class RunnerHub:
+    """Hands episodes to runners.
+
+    Args:
+        lost_after: Seconds without a sign of life after which a runner is given up.
+        notify: Told who comes and goes, and that episodes wait.
+    """
+
+    def __init__(self, *, lost_after: float, notify: Notify | None = None) -> None:
+        self.lost_after = lost_after
+        self.runners: dict[str, Runner] = {}
+        self._told = notify
+        self._waiting: deque[asyncio.Future[Runner]] = deque()
+        self._lives = Leases(lost_after, self._silent)
+        self._said_waiting = False
+        self._closed = False
+
+    def join(self, name: str, places: int) -> Runner:
+        """Take a runner in."""
+        runner = Runner(secrets.token_urlsafe(16), name, places, asyncio.Queue())
+        self.runners[runner.id] = runner
+        hello = {"event": "hello", "version": VERSION, "runner": runner.id, "beat": self.lost_after / 3}
+        runner.events.put_nowait(hello)
+        if self._closed:
+            runner.events.put_nowait({"event": "bye"})
+            runner.events.put_nowait(None)
+        self._lives.grant(runner.id)
+        self._notify(f"runner {name} connected, {places} at a time ({len(self.runners)} in all)")
+        self._said_waiting = False
+        self._match()
+        return runner
+
+    def beat(self, runner: Runner) -> None:
+        """Note a sign of life."""
+        self._lives.beat(runner.id)
+
+    def leave(self, runner: Runner, why: str) -> None:
+        """Give a runner up: what it works on is lost. Twice is no error."""
+        if self.runners.pop(runner.id, None) is None:
+            return
+        self._lives.done(runner.id)
+        self._notify(f"runner {runner.name} is gone: {why} ({len(self.runners)} left)")
+        for lease in list(runner.leases.values()):
+            if not lease.done.done():
+                lease.done.set_exception(RunnerLost(f"runner {runner.name} is gone: {why}"))
+        runner.events.put_nowait(None)
+        self._say_waiting()
+
+    @contextlib.asynccontextmanager
+    async def seat(self) -> AsyncIterator[Runner]:
+        """Wait for a runner with a free place, and hold that place."""
+        found: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
+        self._waiting.append(found)
+        self._match()
+        self._say_waiting()
+        try:
+            runner = await found
+        except asyncio.CancelledError:
+            if found.done() and not found.cancelled():
+                self._free(found.result())
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(found)
+        try:
+            yield runner
+        finally:
+            self._free(runner)
+
+    @contextlib.asynccontextmanager
+    async def lease(self, runner: Runner, episode: Episode, work: Mapping[str, Any]) -> AsyncIterator[Lease]:
+        """Give an episode to a runner. Behind it the runner is told to stop, and is answered nothing of it any more.
+
+        Raises:
+            RunnerLost: It has gone.
+        """
+        if runner.id not in self.runners:
+            raise RunnerLost(f"runner {runner.name} went while an episode was begun for it")
+        lease = Lease(secrets.token_urlsafe(16), episode, asyncio.get_running_loop().create_future())
+        runner.leases[lease.id] = lease
+        runner.events.put_nowait({"event": "work", "lease": lease.id, **work})
+        try:
+            yield lease
+        finally:
+            del runner.leases[lease.id]
+            runner.events.put_nowait({"event": "cancel", "lease": lease.id})
+            for task in list(lease.running):
+                task.cancel()
+            await asyncio.gather(*lease.running, return_exceptions=True)
+            if lease.done.done() and not lease.done.cancelled():
+                lease.done.exception()
+
+    async def close(self) -> None:
+        """Tell the runners that the run has ended."""
+        self._closed = True
+        self._lives.close()
+        for runner in list(self.runners.values()):
+            runner.events.put_nowait({"event": "bye"})
+            runner.events.put_nowait(None)
+
+    def _notify(self, text: str) -> None:
+        if self._told is not None:
+            self._told(text)
+
+    def _free(self, runner: Runner) -> None:
+        runner.free += 1
+        self._match()
+
+    def _match(self) -> None:
+        while self._waiting:
+            runner = max(self.runners.values(), key=lambda each: each.free, default=None)
+            if runner is None or runner.free < 1:
+                return
+            found = self._waiting.popleft()
+            if not found.done():
+                runner.free -= 1
+                found.set_result(runner)
+
+    def _say_waiting(self) -> None:
+        if self._waiting and not self.runners and not self._said_waiting and not self._closed:
+            self._said_waiting = True
+            self._notify("no runner is connected: episodes wait for one")
+
+    def _silent(self, runner_id: str) -> None:
+        self.leave(self.runners[runner_id], f"no sign of life for {self.lost_after:g} s")
+
+
+_LINE = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RunnerApp:
+    """The ASGI application.
+
+    Args:
+        hub: Who is there.
+        key: What runners send as ``Authorization: Bearer KEY``.
+        own: The base URL of the gateway that runners connect to: addresses there are told without it.
+    """
+
+    def __init__(self, hub: RunnerHub, key: str, *, own: str) -> None:
+        self._hub = hub
+        self._key = key.encode()
+        self._own = own
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        try:
+            self._authorise(scope)
+            parts = [part for part in scope["path"].split("/") if part][1:]
+            if scope["method"] != "POST":
+                raise _Refused(405, f"{scope['method']}: runners post")
+            body = load(await read_body(receive) or b"{}")
+            match parts:
+                case ["line"]:
+                    await self._line(body, receive, send)
+                    return
+                case [runner, "beat"]:
+                    self._runner(runner)
+                    answer: dict[str, Any] = {}
+                case [runner, "leases", lease, what]:
+                    answer = await self._about(self._lease(self._runner(runner), lease), what, body)
+                case _:
+                    raise _Refused(404, f"/{PREFIX}/{'/'.join(parts)} is no route of a run")
+        except _Refused as error:
+            await answer_json(send, error.status, dump({"error": {"type": "Refused", "message": str(error)}}))
+        except FormatError as error:
+            await answer_json(send, 400, dump({"error": error_record(error)}))
+        else:
+            await answer_json(send, 200, dump(answer))
+
+    def _authorise(self, scope: Scope) -> None:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if not hmac.compare_digest(given, b"Bearer " + self._key):
+            raise _Refused(401, "this is not the key of the run: give the file that rollout.remote.key_file names")
+
+    def _runner(self, runner_id: str) -> Runner:
+        runner = self._hub.runners.get(runner_id)
+        if runner is None:
+            raise _Refused(410, "the run has given this runner up: open a line anew")
+        self._hub.beat(runner)
+        return runner
+
+    def _lease(self, runner: Runner, lease_id: str) -> Lease:
+        lease = runner.leases.get(lease_id)
+        if lease is None or lease.done.done():
+            raise _Refused(410, "this attempt has ended: what comes late is not taken")
+        return lease
+
+    async def _line(self, body: dict[str, Any], receive: Receive, send: Send) -> None:
+        if body.get("version") != VERSION:
+            raise _Refused(400, f"the runner speaks version {shown(body.get('version'))}, this run {VERSION}")
+        places = body.get("places")
+        if not isinstance(places, int) or not 0 < places <= 100_000:
+            raise _Refused(400, f"places is {shown(places)}: it must be a number of at least 1")
+        await send({"type": "http.response.start", "status": 200, "headers": _LINE})
+        runner = self._hub.join(str(body.get("name") or "runner")[:80], places)
+        gone = asyncio.ensure_future(_gone(receive))
+        why = "its connection is gone"
+        try:
+            while True:
+                wanted = asyncio.ensure_future(runner.events.get())
+                done, _ = await asyncio.wait(
+                    {wanted, gone}, timeout=self._hub.lost_after / 3, return_when=asyncio.FIRST_COMPLETED
+                )
+                if wanted not in done:
+                    wanted.cancel()
+                if gone in done:
+                    break
+                event = wanted.result() if wanted in done else {"event": "ping"}
+                if event is None:
+                    why = "the run has ended"
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    break
+                await send({"type": "http.response.body", "body": dump(event) + b"\n", "more_body": True})
+        finally:
+            gone.cancel()
+            self._hub.leave(runner, why)
+
+    async def _about(self, lease: Lease, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request about a lease; ended with it."""
+        if what == "result":
+            lease.done.set_result(body)
+            return {}
+        task = asyncio.ensure_future(self._answer(lease, what, body))
+        lease.running.add(task)
+        task.add_done_callback(lease.running.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not task.cancelled() or (current := asyncio.current_task()) is None or current.cancelling():
+                task.cancel()
+                raise
+            raise _Refused(410, "this attempt has ended: what comes late is not taken") from None
+        except FormatError:
+            raise
+        except TurnwiseError as error:
+            # It may be the agent's end, and is known again then.
+            lease.errors.append(error)
+            return {"error": {**error_record(error), "known": len(lease.errors) - 1}}
+
+    async def _answer(self, lease: Lease, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        episode = lease.episode
+        agent, policy = str(body.get("session") or "main"), body.get("policy")
+        match what:
+            case "chat":
+                session = episode.session_for(agent, policy)
+                messages = [read_message(each) for each in body.get("messages") or ()]
+                message = await session.chat(
+                    messages,
+                    read_tools(body.get("tools")),
+                    read_params(body.get("params")),
+                    fork=body.get("fork"),
+                    template_args=body.get("template_args"),
+                )
+                return {"message": message}
+            case "call":
+                return {"response": asdict(await episode.call(read_call(body.get("call")), agent=agent))}
+            case "step":
+                result = await episode.step(read_message(body.get("message")), agent=agent)
+                return {"result": list(result), "stop_reason": episode.stop_reason.value, "scored": episode.scored}
+            case "door":
+                door = await episode.door(agent, policy)
+                session = episode.session_for(agent, policy)
+                url = door.url.removeprefix(self._own)
+                return {"url": url, "params": asdict(session.params)}
+            case "state":
+                session = episode.session_for(agent, policy)
+                door = await episode.door(agent, policy)
+                return _state(session, await recorded_turns(session), door.failure)
+            case "taken":
+                return {"taken": await recorded_turns(episode.session_for(agent, policy))}
+            case "exhausted":
+                await (await episode.door(agent, policy)).wait_exhausted()
+                return {}
+        raise _Refused(404, f"{what!r} is nothing that can be asked of a lease")
+
+
+def _state(session: Session, taken: list[str], failure: TurnwiseError | None) -> dict[str, Any]:
+    told = None if failure is None else error_record(failure)
+    return {"taken": taken, "last": session.last, "failure": told}
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class RemoteRunners:

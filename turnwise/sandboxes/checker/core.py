@@ -1,7 +1,4 @@
-"""The examination as a whole: which checks and attacks there are, in which order, and what becomes of each.
-
-Owns: :func:`check_sandbox` and :data:`CHECKS`. Refuses: the checks and attacks themselves (beside this file).
-"""
+"""The examination as a whole: which checks and attacks there are, in which order, and what becomes of each."""
 
 from __future__ import annotations
 
@@ -16,11 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from turnwise.errors import ConfigError
-from turnwise.sandboxes.checker import commands, files, lifecycle, persistence, trees
+from turnwise.sandboxes.checker import commands, files, lifecycle
+from turnwise.sandboxes.checker import commands as persistence
+from turnwise.sandboxes.checker import files as trees
 from turnwise.sandboxes.checker.attacks import ATTACKS, Attack
-from turnwise.sandboxes.checker.exam import SECRET, CheckFailed, CheckSkipped, Exam
-from turnwise.sandboxes.checker.report import Outcome, SandboxReport, Status
-from turnwise.sandboxes.checker.scene import Scene, planted
+from turnwise.sandboxes.checker.context import SECRET, CheckFailed, CheckSkipped, Exam, Outcome, SandboxReport, Status
+from turnwise.sandboxes.checker.fixtures import Scene, planted
 from turnwise.sandboxes.config import SandboxConfig, open_backend
 from turnwise.sandboxes.core import SandboxBackend, SandboxSpec
 

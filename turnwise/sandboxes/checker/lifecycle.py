@@ -1,7 +1,4 @@
-"""Checks of a sandbox's life: start, close, death, snapshots, and what may be reached from inside.
-
-Owns: one function a check. Refuses: commands and files in a sandbox that lives.
-"""
+"""Checks of a sandbox's life: start, close, death, snapshots, and what may be reached from inside."""
 
 from __future__ import annotations
 
@@ -11,7 +8,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from turnwise.errors import SandboxDied, SandboxError, SandboxUnavailable
-from turnwise.sandboxes.checker.exam import CheckFailed, CheckSkipped, Exam, alive, beating, expect, gone, need, soon
+from turnwise.sandboxes.checker.context import (
+    CheckFailed,
+    CheckSkipped,
+    Exam,
+    alive,
+    beating,
+    expect,
+    gone,
+    need,
+    soon,
+)
 from turnwise.sandboxes.core import Sandbox
 
 

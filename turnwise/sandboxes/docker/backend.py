@@ -1,8 +1,4 @@
-"""The docker backend: sandboxes that are containers of one engine.
-
-Owns: :class:`DockerBackend`: what the engine holds back, and the removal of what dead hosts left. Refuses: one sandbox
-(``sandbox.py``) and what they share (``keeper.py``).
-"""
+"""The docker backend: sandboxes that are containers of one engine."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ from typing import Any, ClassVar, Final
 
 from turnwise.errors import SandboxError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Mount, Sandbox, SandboxBackend, SandboxSpec
-from turnwise.sandboxes.docker import owner
-from turnwise.sandboxes.docker.keeper import Keeper
+from turnwise.sandboxes.docker import engine as owner
+from turnwise.sandboxes.docker.pool import Keeper
 from turnwise.sandboxes.docker.sandbox import DockerSandbox
 from turnwise.sandboxes.docker.settings import DockerOptions
 

@@ -1,23 +1,297 @@
-"""Commands in one container: begun, attended to their end, and ended with everything that they started.
-
-Owns: :class:`Commands`. Refuses: what a sandbox offers (``sandbox.py``) and requests themselves (``engine.py``).
-"""
+"""Commands in one container: begun, attended to their end, and ended with everything that they started."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, Final
 
 from turnwise.errors import SandboxDied, SandboxFileNotFound
 from turnwise.sandboxes.core import Command
 from turnwise.sandboxes.docker import scripts
-from turnwise.sandboxes.docker.ending import ENDING_S, GONE, Endings, Running
-from turnwise.sandboxes.docker.streams import STDERR, Output, Stream
+from turnwise.sandboxes.docker.engine import Engine
+from turnwise.sandboxes.docker.scripts import ID_VARIABLE
+from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Output, Stream
+
+_DEAD: Final = {"Z", "X"}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One process.
+
+    Attributes:
+        parent: Its parent's number.
+        started: When it started, in ticks since the boot.
+        name: Which command its environment says that it belongs to.
+        dead: Whether it has ended, and counts until its parent asks for it.
+    """
+
+    parent: int
+    started: int
+    name: str
+    dead: bool = False
+
+
+def look_outside(first: int) -> dict[int, Seen]:
+    """Return the processes of the namespace of a process, by number.
+
+    Raises:
+        OSError: They may not be looked at.
+    """
+    namespace = os.readlink(f"/proc/{first}/ns/pid")
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            if os.readlink(f"/proc/{entry}/ns/pid") != namespace:
+                continue
+            fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            environment = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # It has ended, or is another user's that has nothing to do with the container.
+        own = f"{ID_VARIABLE}=".encode()
+        name = next((each[len(own) :].decode(errors="replace") for each in environment if each.startswith(own)), "")
+        found[int(entry)] = Seen(int(fields[1]), int(fields[19]), name, fields[0] in _DEAD)
+    return found
+
+
+def belonging_processes(
+    seen: Mapping[int, Seen], first: int, name: str, since: int, others: Collection[str]
+) -> set[int]:
+    """Return the processes of one command: what descends from it, and what lost its parent and began after it.
+
+    Args:
+        seen: The processes of the container.
+        first: Its first process.
+        name: Names the command.
+        since: Ticks since the boot, before which the command had not begun.
+        others: Commands that ran at the same time: what lost its parent and says that it is of one of them is not of
+            this one.
+    """
+    # What the engine starts for a command has the parent of the first process, which nothing inside can bring about.
+    engine = seen[first].parent
+    roots = [each for number, each in seen.items() if number != first and each.parent == engine]
+    since = max([since, *(each.started for each in roots if each.name == name)])
+
+    def belongs(number: int) -> bool:
+        at = number
+        while seen[at].parent in seen and seen[at].parent != first:
+            at = seen[at].parent
+        if seen[at].parent == first:
+            return seen[at].started >= since and seen[at].name not in others
+        return seen[at].name == name
+
+    return {number for number in seen if number != first and not seen[number].dead and belongs(number)}
+
+
+def end_processes(first: int, name: str, since: int, others: Collection[str], seconds: float) -> bool:
+    """End the processes of one command, and return whether none is left after so many seconds.
+
+    All are stopped before the first is ended, so that what multiplies does not get ahead.
+    """
+    began = time.monotonic()
+    stopped: set[int] = set()
+    while time.monotonic() < began + seconds:
+        try:
+            seen = look_outside(first)
+            if first not in seen:
+                return False
+            found = belonging_processes(seen, first, name, since, others)
+            fresh = found - stopped
+            _send(fresh or found, signal.SIGSTOP if fresh else signal.SIGKILL)
+        except OSError:
+            return False
+        if not found and not _unasked(seen, first):
+            return True
+        stopped |= fresh
+    return False
+
+
+def _unasked(seen: Mapping[int, Seen], first: int) -> bool:
+    """Whether processes that ended still count, since the first process has yet to ask for them."""
+    return any(each.dead and each.parent == first for each in seen.values())
+
+
+def _send(processes: Collection[int], number: signal.Signals) -> None:
+    for each in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, number)
+
+
+ENDING_S: Final = 10.0
+"""Seconds for one way of ending a command, before the next one is tried."""
+_TICKS: Final = 100
+"""In which /proc tells times, of each second."""
+GONE: Final = (404, 409)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A command that runs.
+
+    Attributes:
+        name: Names it inside.
+        began: When it was asked for.
+        exec_id: The engine's name of it.
+        stream: Its connection, once there is one.
+    """
+
+    name: str = field(default_factory=lambda: secrets.token_hex(12))
+    began: float = field(default_factory=time.monotonic)
+    exec_id: str = ""
+    stream: Stream | None = None
+
+
+class Endings:
+    """Ends commands of one container.
+
+    Args:
+        engine: Where it is.
+        container: Which.
+        user: Who runs them.
+        env: Variables of each.
+        pids: How many processes there may be.
+        keeps_files: Whether files outlive a restart of the container.
+
+    Attributes:
+        engine: Where it is.
+        container: Which.
+        gone: Why no command can be run any more; None while they can.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        container: str,
+        user: str,
+        env: Mapping[str, str],
+        *,
+        pids: int,
+        keeps_files: bool,
+    ) -> None:
+        self.engine = engine
+        self.container = container
+        self._user = user
+        self._env = dict(env)
+        self._pids = pids
+        self._keeps_files = keeps_files
+        self._restarting = asyncio.Lock()
+        self.gone: str | None = None
+
+    async def run(self, argv: Sequence[str], more: Mapping[str, str]) -> tuple[str, Stream]:
+        """Start a program, with more variables than those of each; return the engine's name of it and its connection.
+
+        Raises:
+            SandboxDied: The container has ended.
+        """
+        return await self.engine.run(self.container, argv, self._user, {**self._env, **more})
+
+    async def end(self, running: Running, others: Collection[str]) -> None:
+        """End a command with everything that it started; where that fails, all of the container is ended.
+
+        Args:
+            running: Which.
+            others: Commands that ran at the same time.
+
+        Raises:
+            SandboxDied: Its files could not be kept.
+        """
+        if not (await self._kill(running, others) or await self._kill_beyond(running, others)):
+            await self._restart()
+
+    async def interrupt(self, running: Running) -> None:
+        """Send SIGINT to the process group of a command."""
+        await self._says(b"", scripts.script(scripts.INTERRUPT, running.name))
+
+    async def process(self) -> int | None:
+        """Return the number of the container's first process on this machine; None where it is not of this machine.
+
+        Raises:
+            SandboxDied: The container has ended.
+        """
+        found = await self.engine.call(lambda client: client.inspect_container(self.container))
+        assert found is not None
+        pid = int(found["State"]["Pid"])
+        try:
+            ours = pid > 0 and found["Id"] in Path(f"/proc/{pid}/cgroup").read_text()
+        except OSError:
+            ours = False
+        return pid if ours else None
+
+    async def _kill(self, running: Running, others: Collection[str]) -> bool:
+        ticks = int((time.monotonic() - running.began) * _TICKS) + 1
+        argv = scripts.script(scripts.KILL, running.name, str(ticks), *others)
+        return await self._says(b"ended\n", argv)
+
+    async def _kill_beyond(self, running: Running, others: Collection[str]) -> bool:
+        """End a command that leaves no room for what would end it: from outside, else with more room for a moment."""
+        if await self._kill_from_outside(running, others):
+            return True
+        for more in (256, 2048):
+            await self._allow(self._pids + more)
+            try:
+                if await self._kill(running, others):
+                    return True
+            finally:
+                await self._allow(self._pids)
+        return False
+
+    async def _kill_from_outside(self, running: Running, others: Collection[str]) -> bool:
+        first = await self.process()
+        if first is None:
+            return False
+        since = int((time.clock_gettime(time.CLOCK_BOOTTIME) - (time.monotonic() - running.began)) * _TICKS)
+        return await asyncio.to_thread(end_processes, first, running.name, since, others, ENDING_S)
+
+    async def _allow(self, pids: int) -> None:
+        def update(client: Any) -> None:
+            url = client._url("/containers/{0}/update", self.container)
+            client._raise_for_status(client._post_json(url, data={"PidsLimit": pids}))
+
+        await self.engine.call(update, what="the sandbox has ended", allowed=GONE)
+
+    async def _says(self, word: bytes, argv: Sequence[str]) -> bool:
+        """Run a script of ours, and return whether it said a word (to its end, where there is no word)."""
+        said = b""
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(ENDING_S):
+                _, stream = await self.run(argv, {})
+                stream.end_input()
+                while not word or word not in said:
+                    pieces = await stream.pieces()
+                    if not pieces:
+                        break
+                    said += b"".join(piece for number, piece in pieces if number == STDOUT)
+        except TimeoutError:
+            return False
+        finally:
+            if stream is not None:
+                stream.close()
+        return word in said
+
+    async def _restart(self) -> None:
+        async with self._restarting:
+            if not self._keeps_files:
+                self.gone = "the sandbox was given up: a command in it could not be ended, and its files are in memory"
+                await self.engine.call(
+                    lambda client: client.kill(self.container), what="the sandbox has ended", allowed=GONE
+                )
+                raise SandboxDied(self.gone)
+            await self.engine.call(
+                lambda client: client.restart(self.container, timeout=0), what="the sandbox did not come back"
+            )
+
 
 _LAST_WORDS_S: Final = 1.0
 """Seconds for what a command said before it ended, or was ended."""

@@ -1,8 +1,4 @@
-"""A sandbox that is a container.
-
-Owns: :class:`DockerSandbox`: its start and end, its files, its snapshots. Refuses: attending commands
-(``commands.py``), what a container is asked for (``settings.py``), and what is there of the engine (``backend.py``).
-"""
+"""A sandbox that is a container."""
 
 from __future__ import annotations
 
@@ -41,13 +37,91 @@ from turnwise.sandboxes.core import (
     SandboxSpec,
 )
 from turnwise.sandboxes.docker import scripts
-from turnwise.sandboxes.docker.commands import Commands
-from turnwise.sandboxes.docker.ending import Endings
-from turnwise.sandboxes.docker.keeper import Keeper
-from turnwise.sandboxes.docker.process import DockerProcess
+from turnwise.sandboxes.docker.commands import Commands, Endings
+from turnwise.sandboxes.docker.pool import Keeper
 from turnwise.sandboxes.docker.settings import HOME, TMP, user_of
-from turnwise.sandboxes.docker.streams import Output
-from turnwise.sandboxes.netns import listen_in
+from turnwise.sandboxes.docker.streams import Output, Stream
+from turnwise.sandboxes.forwarding import listen_in
+
+_LEAST_POLL: Final = 0.02
+_MOST_POLL: Final = 0.5
+
+
+class DockerProcess(SandboxProcess):
+    """A command that goes on, and its connection.
+
+    Args:
+        stream: Its connection.
+        first: Output that came with its beginning.
+        exit_code: Asks for its exit code; None while it runs.
+        interrupt: Sends SIGINT.
+        kill: Ends it with everything that it started.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        first: bytes,
+        exit_code: Callable[[], Awaitable[int | None]],
+        interrupt: Callable[[], Awaitable[None]],
+        kill: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._stream = stream
+        self._output = bytearray(first)
+        self._ask = exit_code
+        self._interrupt = interrupt
+        self._kill = kill
+        self._input_open = True
+        self._code: int | None = None
+
+    async def write(self, data: bytes) -> None:
+        """Write to its input."""
+        if not self._input_open or self._stream.ended or self._code is not None:
+            raise BrokenPipeError("the command has ended, or its input is closed")
+        try:
+            await self._stream.write(data)
+        except OSError as error:
+            raise BrokenPipeError("the command has ended") from error
+
+    async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
+        """Return output as soon as there is any."""
+        if not self._output:
+            for _, piece in await self._stream.pieces():
+                self._output += piece
+        taken = bytes(self._output[:max_bytes])
+        del self._output[:max_bytes]
+        return taken
+
+    async def close_stdin(self) -> None:
+        """Close its input."""
+        if self._input_open:
+            self._input_open = False
+            self._stream.end_input()
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to its process group."""
+        if self._code is None:
+            await self._interrupt()
+
+    async def kill(self) -> None:
+        """End it with everything that it started."""
+        with contextlib.suppress(OSError):
+            await self._kill()
+
+    async def wait(self) -> int:
+        """Wait for its end; the engine is asked now and then, for its streams may stay open longer."""
+        pause = _LEAST_POLL
+        while self._code is None:
+            self._code = await self._ask()
+            if self._code is None:
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, _MOST_POLL)
+        return self._code
+
+    def drop(self) -> None:
+        """Let go of the connection."""
+        self._stream.close()
+
 
 _TIMED_OUT: Final = 124
 _FILE_S: Final = 120.0

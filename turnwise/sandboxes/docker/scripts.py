@@ -1,7 +1,5 @@
 """What runs inside a container on our behalf: shell scripts, for there is nothing else that every image has.
 
-Owns: the scripts, in POSIX shell (dash, bash and busybox run them), and what they print. Refuses: running them.
-
 An image has to have ``/bin/sh``, ``cat``, ``head``, ``tr``, ``grep``, ``mkdir``, ``chmod`` and ``tar``.
 """
 

@@ -1,8 +1,4 @@
-"""What the docker backend can be told, and what a container is asked for.
-
-Owns: :class:`DockerOptions`, the keys of ``sandbox.config``, and :func:`container_settings`, what the engine is sent
-for one sandbox. Refuses: sending it.
-"""
+"""What the docker backend can be told, and what a container is asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from turnwise.errors import ConfigError, SandboxUnavailable
 from turnwise.sandboxes.core import SandboxSpec
-from turnwise.sandboxes.docker.owner import RESERVED
+from turnwise.sandboxes.docker.engine import RESERVED
 from turnwise.sandboxes.docker.scripts import PID_1
 
 _USER: Final = "sandbox"

@@ -1,8 +1,4 @@
-"""What comes out of a container: the frames of the engine, a command's end, and how much of its output is kept.
-
-Owns: :class:`Demux`, :class:`Output` and :class:`Stream`, the connection of one command. Refuses: requests to the
-engine (``engine.py``).
-"""
+"""What comes out of a container: the frames of the engine, a command's end, and how much of its output is kept."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from turnwise.sandboxes.core import MAX_OUTPUT
-from turnwise.sandboxes.outputs import Kept
+from turnwise.sandboxes.core import MAX_OUTPUT, Kept
 
 _PIECE: Final = 65_536
 _HEADER: Final = struct.Struct(">BxxxL")

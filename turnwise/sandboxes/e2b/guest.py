@@ -1,10 +1,5 @@
 """The program that runs one command inside an E2B sandbox, as root, by the ``python3`` that is there.
 
-Owns: a command's user, limits, streams, time-out and end. Refuses: judging what it did. It is sent as text and imports
-nothing of this package. E2B ends a command when all who hold its output have closed it, gives its output as text, and
-kills one process only; so the command's streams end here, it is this program that decides when the command has ended,
-and whatever the command starts stays a descendant of this program until then.
-
 In: a line of JSON, the request, then lines ``d BASE64`` (input), ``c`` (close the input), ``i`` (interrupt), ``k``
 (kill). Out: ``s JSON`` (started, or why not), ``o BASE64`` and ``e BASE64`` (output), ``x JSON`` (the end).
 """

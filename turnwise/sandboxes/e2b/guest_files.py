@@ -1,9 +1,4 @@
-"""The program that does one call on files inside an E2B sandbox, as the user of its commands.
-
-Owns: reading, writing, packing and unpacking inside. It is sent as text, behind that of ``packing.py``, and imports
-nothing of this package. It ends with 44 where there is no such file, 45 where it is too large, and 46 for everything
-else that is wrong with it.
-"""
+"""The program that does one call on files inside an E2B sandbox, as the user of its commands."""
 
 import os
 import shutil

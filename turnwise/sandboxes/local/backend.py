@@ -1,28 +1,263 @@
-"""Sandboxes on this machine, without an engine.
-
-Owns: :class:`LocalBackend`: its configuration, the state folder of this process, the launcher, snapshots, and what
-dead processes left. Refuses: finding out what works (``ladder.py``) and single sandboxes (``sandbox.py``).
-"""
+"""Sandboxes on this machine, without an engine."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import itertools
 import os
+import py_compile
+import re
 import shutil
+import stat
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Final, get_args
 
 from turnwise.errors import ConfigError, SandboxStartError, SandboxUnavailable, shown
+from turnwise.sandboxes import packing
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, SandboxSpec
-from turnwise.sandboxes.local import ladder, state
-from turnwise.sandboxes.local.boot import removal
-from turnwise.sandboxes.local.launching import Launcher
-from turnwise.sandboxes.local.plans import KEPT, Origin, Place
-from turnwise.sandboxes.local.rungs import Isolation, Rung
+from turnwise.sandboxes.local import isolation_probe as ladder
+from turnwise.sandboxes.local.boot import groups, removal
+from turnwise.sandboxes.local.channel import Launcher
+from turnwise.sandboxes.local.isolation import Isolation, Rung, find_groups
+from turnwise.sandboxes.local.mount_plan import COPIED, HOME, INSIDE, KEPT, USER, Origin, Place
 from turnwise.sandboxes.local.sandbox import LocalSandbox
-from turnwise.sandboxes.local.snapshots import Snapshots
+
+
+@dataclass(slots=True)
+class _Kept:
+    origin: Origin
+    parent: str | None
+    users: set[str] = field(default_factory=set)
+    dropped: bool = False
+
+
+class Snapshots:
+    """The snapshots of one backend."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self._numbers = itertools.count(1)
+
+    def new(self, state: Path) -> tuple[str, Path]:
+        """Return a name, and the folder that its files come into."""
+        name = f"snapshot-{next(self._numbers)}"
+        return name, state / "snapshots" / name
+
+    def add(self, name: str, origin: Origin, parent: str | None) -> None:
+        """Take note of a snapshot whose files are kept; it stands on its parent."""
+        self._kept[name] = _Kept(origin, parent)
+        if parent is not None:
+            self._kept[parent].users.add(name)
+
+    def use(self, name: str, sandbox: str) -> Origin:
+        """Return what a sandbox begins from that stands on a snapshot until it is released.
+
+        Raises:
+            SandboxUnavailable: There is no such snapshot.
+        """
+        kept = self._kept.get(name)
+        if kept is None or (kept.dropped and sandbox not in kept.users):
+            raise SandboxUnavailable(f"snapshot {name!r} is not there: it was dropped, or made by another process")
+        kept.users.add(sandbox)
+        return kept.origin
+
+    def release(self, user: str) -> None:
+        """Take note that a sandbox, or a snapshot, stands on nothing any longer."""
+        for name, kept in list(self._kept.items()):
+            if user in kept.users:
+                kept.users.discard(user)
+                self._remove(name)
+
+    def drop(self, name: str) -> None:
+        """Let a snapshot go as soon as nothing stands on it."""
+        if name in self._kept:
+            self._kept[name].dropped = True
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        kept = self._kept[name]
+        if kept.dropped and not kept.users:
+            del self._kept[name]
+            if kept.origin.snapshot is not None:
+                removal.remove(str(kept.origin.snapshot))
+            self.release(name)
+
+
+_PLACES: Final = ("/var/tmp", "/dev/shm", "/run")
+_MAKING: Final = 60.0
+_BOOT: Final = Path(__file__).parent / "boot"
+
+
+def started(pid: int) -> str | None:
+    """Return when a process started, in the kernel's ticks, or None where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        # Nothing else says that it is dead: with no file descriptor left, say, nothing can be read of anybody.
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def host_name() -> str:
+    """Return the name of this process on this machine."""
+    return f"{os.getpid()}-{started(os.getpid())}"
+
+
+def choose_folder(directory: Path | None, uid: int | None) -> Path:
+    """Return the folder in which state folders are made.
+
+    Raises:
+        SandboxUnavailable: There is none that this process may write to and that sandboxes can reach.
+    """
+    wanted = [directory] if directory is not None else [Path(place) for place in _PLACES]
+    for place in wanted:
+        if directory is not None:
+            place.mkdir(parents=True, exist_ok=True)
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK) and (uid is None or _reachable(place)):
+            return place.resolve()
+    tried = ", ".join(str(place) for place in wanted)
+    raise SandboxUnavailable(
+        f"no folder for the state of sandboxes (tried: {tried}): it must be writable, and other users must be able to "
+        "pass it and all folders above it (chmod o+x). Name one in sandbox.config.directory"
+    )
+
+
+def _reachable(place: Path) -> bool:
+    """Whether an unprivileged user can pass a folder and all above it."""
+    place = place.resolve()
+    return all(each.stat().st_mode & stat.S_IXOTH for each in (place, *place.parents))
+
+
+def make_folder(folder: Path) -> tuple[Path, int]:
+    """Make this process's state folder; return it and the descriptor of its lock.
+
+    Who holds the lock, this process or its launcher, lives: no process number is trusted for that, which another
+    container with the same folder would read otherwise.
+
+    Raises:
+        SandboxUnavailable: It cannot be made.
+    """
+    for number in range(1000):
+        made = folder / f"turnwise-{os.geteuid()}-{host_name()}-{number}"
+        try:
+            made.mkdir(mode=0o711)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SandboxUnavailable(f"the state of sandboxes cannot be kept in {folder}: {error}") from error
+        break
+    lock = os.open(made / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    made.chmod(0o711)
+    for name in ("boot", "etc", "boxes", "snapshots", "stage", "lib"):
+        (made / name).mkdir()
+        (made / name).chmod(0o711 if name in ("boxes", "snapshots", "stage") else 0o755)
+    for program in (_BOOT / "agent.py", _BOOT / "files.py", Path(packing.__file__)):
+        compiled = made / "boot" / f"{program.stem}.pyc"
+        py_compile.compile(str(program), str(compiled), doraise=True)
+        compiled.chmod(0o644)
+    _etc(made / "etc")
+    folders = [str(each / made.name) for each in find_groups().folders()]
+    (made / "groups").write_text("\n".join(folders) + "\n" if folders else "")
+    return made, lock
+
+
+def copy_libraries(folder: Path) -> None:
+    """Put what the interpreter is linked with into a folder, for images whose own libraries are others, or none.
+
+    Raises:
+        SandboxUnavailable: It cannot be found out.
+    """
+    if (folder / "loader").exists():
+        return
+    program = "import _ctypes, _socket, select, resource, tarfile; print(open('/proc/self/maps').read())"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False)
+    files = {line.split(maxsplit=5)[5] for line in done.stdout.splitlines() if ".so" in line.rpartition("/")[2]}
+    loaders = [file for file in files if re.match(r"ld[-.]", os.path.basename(file))]
+    if len(loaders) != 1:
+        raise SandboxUnavailable(
+            f"images need an interpreter that one dynamic loader starts (found: {loaders}): use the docker backend"
+        )
+    for file in files:
+        if "/lib-dynload/" not in file and file not in loaders:
+            name = os.path.basename(file)
+            shutil.copyfile(file, folder / name)
+            # What is mapped is the file; it is asked for by a name with fewer numbers (libffi.so.8 of libffi.so.8.1.2).
+            stem, _, numbers = name.partition(".so.")
+            for count in range(1, numbers.count(".") + 1):
+                (folder / f"{stem}.so.{'.'.join(numbers.split('.')[:count])}").symlink_to(name)
+    shutil.copyfile(loaders[0], folder / "loading")
+    for made in folder.iterdir():
+        made.chmod(0o755)
+    (folder / "loading").rename(folder / "loader")
+
+
+def _etc(folder: Path) -> None:
+    """Write what programs look up: users, hosts, and mount points for the host's own."""
+    files = {
+        "passwd": f"root:x:0:0:root:/root:/bin/sh\n{USER}:x:{INSIDE}:{INSIDE}:{USER}:{HOME}:/bin/sh\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n",
+        "group": f"root:x:0:\n{USER}:x:{INSIDE}:\nnogroup:x:65534:\n",
+        "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+        "resolv.conf": "",
+    }
+    for name in COPIED:
+        with contextlib.suppress(OSError):
+            shutil.copyfile(f"/etc/{name}", folder / name)
+            (folder / name).chmod(0o644)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o644)
+    for name in ("alternatives", "ssl", "ca-certificates"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o755)
+
+
+def reap_folders(folder: Path) -> int:
+    """Remove state folders, control groups and processes of dead hosts of this user; return how many sandboxes."""
+    count = 0
+    for found in folder.glob(f"turnwise-{os.geteuid()}-*"):
+        if found.is_symlink() or not found.is_dir() or found.stat().st_uid != os.geteuid() or _held(found):
+            continue
+        with contextlib.suppress(OSError):
+            count += len(list((found / "boxes").iterdir()))
+        remove_folder(found)
+    return count
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a state folder with its control groups; where one of these stays, so does it, for the next who reaps."""
+    if groups.remove_all(str(folder)):
+        removal.remove(str(folder))
+
+
+def _held(found: Path) -> bool:
+    """Whether somebody lives who holds a state folder."""
+    try:
+        lock = os.open(found / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        # It is being made, or removed: what stays that way for a minute is neither.
+        with contextlib.suppress(OSError):
+            return time.time() - found.stat().st_mtime < _MAKING
+        return True
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
 
 _NAMES = itertools.count(1)
 _SWITCHES = frozenset({"seccomp", "network", "groups", "pids", "watch", "procsys", "readonly", "userns", "landlock"})
@@ -97,8 +332,8 @@ class LocalBackend(SandboxBackend):
                     return
                 await self.close()
                 self._snapshots = Snapshots()
-            folder = state.choose(self._directory, self._uid)
-            made, lock = await asyncio.to_thread(state.make, folder)
+            folder = choose_folder(self._directory, self._uid)
+            made, lock = await asyncio.to_thread(make_folder, folder)
             self.launcher = Launcher(made, lock)
             self._state = made
             try:
@@ -120,14 +355,14 @@ class LocalBackend(SandboxBackend):
 
     async def reap(self) -> int:
         """Remove what hosts that are dead left on this machine."""
-        return await asyncio.to_thread(state.reap, state.choose(self._directory, self._uid))
+        return await asyncio.to_thread(reap_folders, choose_folder(self._directory, self._uid))
 
     async def close(self) -> None:
         """End the launcher, with it all that is left."""
         if self._state is not None:
             made, self._state = self._state, None
             await self.launcher.close()
-            await asyncio.to_thread(state.remove, made)
+            await asyncio.to_thread(remove_folder, made)
 
     def try_rung(self, rung: Rung, program: str) -> None:
         """Take a rung to try sandboxes on."""
@@ -167,7 +402,7 @@ class LocalBackend(SandboxBackend):
         if spec.workspace is not None:
             raise SandboxUnavailable(f"image {spec.image!r} and a workspace: the local backend takes one of them")
         assert self._state is not None
-        state.libraries(self._state / "lib")
+        copy_libraries(self._state / "lib")
         return Origin(folder, None, (folder,))
 
     def forget(self, sandbox: LocalSandbox) -> None:

@@ -1,7 +1,4 @@
-"""A sandbox of the local backend.
-
-Owns: :class:`LocalSandbox`: its start and end, commands and files. Refuses: how it is held back (``plans.py``).
-"""
+"""A sandbox of the local backend."""
 
 from __future__ import annotations
 
@@ -27,13 +24,43 @@ from turnwise.errors import (
 )
 from turnwise.sandboxes import archives
 from turnwise.sandboxes.core import MAX_FILE, MAX_OUTPUT, Command, ExecResult, Sandbox, SandboxSpec
-from turnwise.sandboxes.local import commands, plans
+from turnwise.sandboxes.local import mount_plan as plans
 from turnwise.sandboxes.local.channel import Channel, Refused, Request, in_memory, retrieved
-from turnwise.sandboxes.local.process import KILL_SECONDS, LocalProcess, exit_code
-from turnwise.sandboxes.local.streams import Collector
+from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
 
 if TYPE_CHECKING:
     from turnwise.sandboxes.local.backend import LocalBackend
+
+
+def exec_request(command: Command, cwd: str, env: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the request that starts a command."""
+    argv = None if isinstance(command, str) else [str(word) for word in command]
+    if argv == []:
+        raise ValueError("command is an empty sequence: give a program and its arguments, or a text for the shell")
+    shell = str(command) if isinstance(command, str) else None
+    return {"op": "exec", "argv": argv, "shell": shell, "cwd": cwd, "env": dict(env or {})}
+
+
+def missing_program(error: Refused, command: Command, cwd: str | None) -> SandboxFileNotFound:
+    """Return the error of a folder or a program that is not there."""
+    if error.what == "cwd":
+        return SandboxFileNotFound(f"cwd {cwd!r} inside: {error.reason}")
+    return SandboxFileNotFound(f"{shown(command)}: {error.reason}")
+
+
+def refused_result(error: Refused, command: Command, cwd: str | None, duration: float) -> ExecResult:
+    """Return the result of a command that did not start.
+
+    Raises:
+        SandboxFileNotFound: ``cwd`` is no folder.
+    """
+    if error.what == "cwd":
+        raise missing_program(error, command, cwd)
+    program = command if isinstance(command, str) else command[0]
+    code = 127 if error.number == errno.ENOENT else 126
+    text = f"{shown(program)}: {error.reason}\n".encode()
+    return ExecResult(code, b"", text, duration=duration)
+
 
 _START_SECONDS: Final = 60.0
 _FILE_SECONDS: Final = 60.0
@@ -112,7 +139,7 @@ class LocalSandbox(Sandbox):
         """Run a command to its end."""
         channel = self._alive()
         began = time.monotonic()
-        message = commands.message(command, self._inside(cwd or "."), env) | {
+        message = exec_request(command, self._inside(cwd or "."), env) | {
             "streams": [0, 1, 2] if stdin is not None else [-1, 0, 1]
         }
         streams: list[Collector] = []
@@ -146,7 +173,7 @@ class LocalSandbox(Sandbox):
             raise
         except Refused as refused:
             self._release(streams)
-            return commands.refused(refused, command, cwd, time.monotonic() - began)
+            return refused_result(refused, command, cwd, time.monotonic() - began)
         except BaseException:  # also a cancellation: the streams are closed
             self._release(streams)
             raise
@@ -165,7 +192,7 @@ class LocalSandbox(Sandbox):
         output, inner_out = os.pipe2(os.O_CLOEXEC)
         request: Request | None = None
         try:
-            message = commands.message(command, self._inside(cwd or "."), env) | {"streams": [0, 1, 1], "spawned": True}
+            message = exec_request(command, self._inside(cwd or "."), env) | {"streams": [0, 1, 1], "spawned": True}
             request = await channel.request(message, [inner_in, inner_out])
             await request.started
         except BaseException as error:  # also a cancellation: the pipes are closed
@@ -174,7 +201,7 @@ class LocalSandbox(Sandbox):
             if isinstance(error, Refused):
                 if error.what == "fork":
                     raise SandboxError(f"{shown(command)} did not start: {error.reason}") from error
-                raise commands.not_there(error, command, cwd) from error
+                raise missing_program(error, command, cwd) from error
             if request is not None and isinstance(error, asyncio.CancelledError):
                 # Nobody else could end it.
                 with contextlib.suppress(SandboxError):

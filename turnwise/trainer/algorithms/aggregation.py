@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias, get_args
 
 from turnwise.errors import TrainError
-from turnwise.trainer.packing import TrainRow
+from turnwise.trainer.batch.packing import TrainRow
 
 LossAggregation: TypeAlias = Literal[
     "token_mean",

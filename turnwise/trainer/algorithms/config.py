@@ -86,7 +86,7 @@ class AlgorithmConfig(BaseModel):
             ``recompute`` (the trainer's own forward before the first update).
         kl: A penalty for leaving a reference model (``algorithms/kl.py``); None is none.
         correction: For the gap between trainer and rollout (``algorithms/correction.py``); None corrects nothing.
-        distill: Learn from a teacher's log-probability of each sampled token (``trainer/distill.py``); None is none.
+        distill: Learn from a teacher's log-probability of each sampled token (``trainer/learn/distill.py``), or None.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
 from turnwise.trainer.algorithms.rewards import RowKey
-from turnwise.trainer.packing import TrainRow
+from turnwise.trainer.batch.packing import TrainRow
 
 Level: TypeAlias = Literal["token", "turn", "sequence", "trajectory"]
 Reduction: TypeAlias = Literal["sum", "mean", "max"]

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigReference
 from turnwise.errors import ConfigError, TrainError, shown
-from turnwise.references import load_object
+from turnwise.plugins import load_object
 from turnwise.trainer.algorithms.rewards import StepRewards
 from turnwise.trajectory import Trajectory
 

@@ -13,9 +13,9 @@ from turnwise.trainer.algorithms.kl import KLTerm
 from turnwise.trainer.algorithms.losses import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
 from turnwise.trainer.algorithms.losses.kl import kl_penalty
 from turnwise.trainer.algorithms.registry import Chosen
-from turnwise.trainer.diagnostics.gap import GapWatch
-from turnwise.trainer.packing import MicroBatch
-from turnwise.trainer.policy import TokenScores
+from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.model.policy import TokenScores
+from turnwise.trainer.observe.gap import GapWatch
 
 PPO_CLIP = Chosen("ppo_clip", ppo_clip_loss, {})
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError, create_model
 
-from turnwise.config_problems import report_problems
+from turnwise.config import report_problems
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.references import load_object
+from turnwise.plugins import load_object
 
 
 @dataclass(frozen=True, slots=True)

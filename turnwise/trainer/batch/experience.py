@@ -13,15 +13,9 @@ from turnwise.agents.roles import role_of
 from turnwise.trainer.algorithms.advantages import estimate_advantages
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import assign_credit
-from turnwise.trainer.algorithms.rewards import (
-    RowKey,
-    greedy_rewards,
-    step_rewards,
-    with_penalties,
-    without_baseline,
-)
+from turnwise.trainer.algorithms.rewards import RowKey, greedy_rewards, step_rewards, with_penalties, without_baseline
+from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.batch.value_targets import TrajectoryValues, value_rows
-from turnwise.trainer.packing import TrainRow
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
 
 
@@ -120,7 +114,7 @@ def build_experience(
     3. ``trainer/algorithms/rewards.py``: ``step_rewards``, the rewards as numbers, in total, by turn and by name.
     4. ``trainer/algorithms/credit.py``: ``assign_credit``, what of them is compared.
     5. ``trainer/algorithms/advantages.py``: ``estimate_advantages``, compared within groups or over the batch.
-    6. ``trainer/packing.py``: ``TrainRow``, a row with its advantage.
+    6. ``trainer/batch/packing.py``: ``TrainRow``, a row with its advantage.
 
     With a critic ``trainer/batch/value_targets.py`` stands in place of 4 and 5. A trajectory counts once in its group,
     however many branches (rows) it has. ``Trajectory.group_id`` says which trajectories are compared.

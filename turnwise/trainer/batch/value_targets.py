@@ -17,9 +17,9 @@ from torch import Tensor
 from turnwise.trainer.algorithms.gae import TokenAdvantages
 from turnwise.trainer.algorithms.registry import Chosen
 from turnwise.trainer.algorithms.rewards import RowKey, StepRewards
-from turnwise.trainer.batch_config import BatchConfig
-from turnwise.trainer.critic import Critic
-from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.config.batch import BatchConfig
+from turnwise.trainer.model.critic import Critic
 from turnwise.trajectory import TrainSample, Trajectory
 
 Floats = npt.NDArray[np.float32]

@@ -1,10 +1,4 @@
-"""What a train step is made of, in any mode: wait for groups, learn from them, publish the weights, finish.
-
-Owns: the functions of a step, in its order: :func:`ask_ahead`, :func:`roll_out`, :func:`wait_for`, :func:`learn`,
-:func:`publish`, :func:`measured`, :func:`train_on` and :func:`finish_step`. The loops, and an algorithm of the user's
-(``training.py``), call them in an order of their own. Refuses: how metrics of parts become those of a step
-(``parts.py``).
-"""
+"""What a train step is made of, in any mode: wait for groups, learn from them, publish the weights, finish."""
 
 from __future__ import annotations
 
@@ -12,23 +6,161 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.replay_setup import make_admission
-from turnwise.trainer.apart import Place, inline, uninterrupted
+from turnwise.rollout.replay.setup import make_admission
 from turnwise.trainer.batch.experience import Collected, Experience, build_experience, collect
+from turnwise.trainer.batch.packing import TrainRow
 from turnwise.trainer.batch.value_targets import critic_values
-from turnwise.trainer.diagnostics.counts import dropped_tokens, tool_metrics
-from turnwise.trainer.diagnostics.gap import Gaps, GapWatch
-from turnwise.trainer.distill import distilled
-from turnwise.trainer.loops.parts import combined, lags
-from turnwise.trainer.modes import Mode
-from turnwise.trainer.run import TrainRun
-from turnwise.trainer.sampling import sample_groups
-from turnwise.trainer.timeline import SYNC, UPDATE, WAIT
-from turnwise.trainer.update import update_policy
+from turnwise.trainer.config.train import Mode
+from turnwise.trainer.learn.distill import distilled
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.observe.gap import Gaps, GapWatch
+from turnwise.trainer.observe.metrics import dropped_tokens, tool_metrics
+from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
+from turnwise.trainer.run.run import TrainRun
+from turnwise.trainer.run.train_thread import Place, inline, uninterrupted
 from turnwise.trajectory import TrajectoryGroup
+
+# Of several samplings of a step these are added up; of the others the last one counts.
+_SUMMED = ("replay/wait_s", "replay/failed", "replay/reissued", "replay/reused", "replay/dropped/", "straggler/")
+
+
+async def sample_groups(
+    run: TrainRun, wanted: int, *, refill: bool = True, settles: bool = True
+) -> tuple[list[TrajectoryGroup], dict[str, float]]:
+    """Wait for the groups of the next train step; what the strategy or hooks left out is replaced.
+
+    Args:
+        run: The run.
+        wanted: How many groups.
+        refill: Whether groups that hooks drop are replaced by those of the next tasks.
+        settles: Whether the step waits for no further groups: what it left is carried or cancelled then.
+
+    Returns:
+        The groups, and what was measured while they were waited for.
+
+    Raises:
+        TrainError: Hooks left nothing, or one of them raised.
+        InferenceError: A server died more often than ``inference.max_restarts``.
+    """
+    step = run.state.step + 1
+    # Only a function of the user's may want to read what was said.
+    said = bool(run.config.algorithm.credit.custom or run.config.hooks)
+    fields = ("tokens", "rewards", "metrics", *(("messages",) if said else ()))
+    await run.hooks.step_begin()
+    groups: list[TrajectoryGroup] = []
+    metrics: dict[str, float] = {}
+    missing, refills = wanted, 0
+    while missing:
+        await run.hooks.sample_begin()
+        ref, found = await run.buffer.sample(step, "train", missing)
+        # What the buffer handed out is trained, whatever interrupts the run from here on.
+        fetched = await uninterrupted(run.buffer.fetch(ref, fields))
+        await uninterrupted(run.buffer.release(ref))
+        run.feed.done(ref, fetched)
+        for name, value in found.items():
+            metrics[name] = value + (metrics.get(name, 0.0) if name.startswith(_SUMMED) else 0.0)
+        run.hooks.timing_raw["rollout_s"] = metrics["replay/wait_s"]
+        groups = await run.hooks.sample_end([*groups, *fetched])
+        missing = run.hooks.refills if refill and refills < run.hooks.max_refills else 0
+        refills += 1
+        if missing:
+            run.feed.issue(run.feed.next(missing))
+    if settles:
+        metrics |= await uninterrupted(run.feed.settle(step))
+    if not groups:
+        raise TrainError(
+            f"step {step}: the hooks left no group of {wanted}, after {refills - 1} refills: a step needs something to "
+            "learn from; let some pass, or raise max_refills"
+        )
+    if len(groups) < wanted:
+        metrics["replay/short"] = float(wanted - len(groups))
+    for why, count in run.hooks.dropped.items():
+        name = f"replay/dropped/{why.replace('/', '_')}"
+        metrics[name] = metrics.get(name, 0.0) + count
+    return groups, metrics
+
+
+_SUMS = (
+    "batch/",
+    "dropped/",
+    "straggler/cut_groups",
+    "straggler/wait_s",
+    "straggler/cancelled",
+    "rollout/cancelled_episodes",
+    "rollout/wasted_tokens",
+    "replay/dropped/",
+    "replay/failed",
+    "replay/reissued",
+    "replay/reused",
+    "replay/short",
+    "replay/wait_s",
+    "train/tokens",
+    "train/updates",
+    "train/skipped_updates",
+    "train/non_finite_updates",
+)
+_SUMS_TOO = ("distill/unscored_tokens",)
+_LAST = ("lr/", "critic/lr", "kl/coef", "replay/ready", "replay/in_flight", "straggler/carried")
+_OF_TOKENS = ("train/", "lag/", "critic/", "correction/", "kl/", "distill/")
+
+
+def shares(groups: int, parts: int) -> list[int]:
+    """Return how many groups each part of a batch has: as equal as can be, the larger ones first."""
+    whole, over = divmod(groups, parts)
+    return [whole + (number < over) for number in range(parts)]
+
+
+def combined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of a step from those of its parts.
+
+    Counts are added, the largest of maxima counts, the last of rates and of what is left, the first of gaps. All else
+    are means: what concerns tokens weighted by the trained tokens of the parts that have it, the rest by their
+    trajectories.
+
+    Args:
+        parts: In the order in which they were trained; one alone is the step's.
+    """
+    if len(parts) == 1:
+        return dict(parts[0])
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [part for part in parts if name in part]
+        values = [part[name] for part in having]
+        if name.startswith("gap/"):
+            # Later parts are trained by other weights than those that the step began with.
+            found[name] = values[0]
+        elif name.startswith(_SUMS) or name in _SUMS_TOO:
+            found[name] = sum(values)
+        elif name.endswith(("_max", "/max")):
+            found[name] = max(values)
+        elif name.startswith(_LAST):
+            found[name] = values[-1]
+        else:
+            by = "batch/trained_tokens" if name.startswith(_OF_TOKENS) else "batch/trajectories"
+            weights = [part.get(by, 0.0) for part in having]
+            total = sum(weights)
+            pairs = zip(values, weights, strict=True)
+            found[name] = sum(value * weight for value, weight in pairs) / total if total else values[-1]
+    return found
+
+
+def lags(rows: Sequence[TrainRow], step: int) -> dict[str, float]:
+    """Return by how many versions the weights that are trained are ahead of those that sampled: mean and largest.
+
+    Args:
+        rows: What is trained.
+        step: The train step; it begins with the weights of version ``step - 1``.
+    """
+    versions = [row.sample.weight_versions[row.sample.loss_mask] for row in rows]
+    if not any(len(each) for each in versions):
+        return {}
+    found = step - 1 - np.concatenate(versions)
+    return {"lag/mean": float(found.mean()), "lag/max": float(found.max())}
 
 
 @dataclass(frozen=True, slots=True)

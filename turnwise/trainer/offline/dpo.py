@@ -1,8 +1,4 @@
-"""``turnwise dpo``: direct preference optimisation on written preferences, or on pairs of recorded trajectories.
-
-Owns: :class:`PreferenceObjective` and :func:`run_dpo`. Refuses: formulas (``losses/preference.py``) and pairs
-(``preferences.py``).
-"""
+"""``turnwise dpo``: direct preference optimisation on written preferences, or on pairs of recorded trajectories."""
 
 from __future__ import annotations
 
@@ -15,17 +11,20 @@ from rich.console import Console
 from torch import Tensor
 
 from turnwise.errors import TrainError
-from turnwise.inference.core import Renderer
+from turnwise.model.core import Renderer
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.algorithms.losses.preference import dpo_loss, ipo_loss, pair_sums, rpo_term
-from turnwise.trainer.engines import open_learner
-from turnwise.trainer.learner import Learner
-from turnwise.trainer.offline.config import DPOConfig
+from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.config.offline import DPOConfig
+from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.model.policy import TokenScores
 from turnwise.trainer.offline.core import (
     Batch,
     OfflineResult,
     fit,
+    make_pairs,
     prepare,
+    read_recorded,
     save_model,
     shown_of_pairs,
     shuffled,
@@ -39,9 +38,6 @@ from turnwise.trainer.offline.preferences import (
     recorded_pairs,
     token_sides,
 )
-from turnwise.trainer.offline.recorded import make_pairs, read_recorded
-from turnwise.trainer.packing import MicroBatch
-from turnwise.trainer.policy import TokenScores
 
 
 @dataclass(frozen=True, slots=True)

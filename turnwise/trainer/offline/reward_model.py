@@ -1,43 +1,128 @@
-"""``turnwise reward-model``: a model that says what a conversation is worth, from preferences.
-
-Owns: :class:`RewardObjective` and :func:`run_reward_model`. Refuses: the formula (``losses/preference.py``), the model
-with its head (``scoring.py``), and serving it: ``turnwise serve --reward`` and the reward function ``reward_model`` do.
-"""
+"""``turnwise reward-model``: a model that says what a conversation is worth, from preferences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
-from turnwise.errors import RenderError, TaskError, TrainError
-from turnwise.inference.reward_server import Encoder
+from turnwise.engine.reward_model import Encoder
+from turnwise.errors import MissingExtraError, RenderError, TaskError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.algorithms.losses.preference import bradley_terry_loss, pair_sums
-from turnwise.trainer.engines.torch import TorchLearner
-from turnwise.trainer.learner import Learner
-from turnwise.trainer.offline.config import RewardModelConfig
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow
+from turnwise.trainer.config.offline import RewardModelConfig
+from turnwise.trainer.config.train import ModelConfig
+from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
+from turnwise.trainer.model.policy import Policy, TokenScores, load_model
 from turnwise.trainer.offline.core import (
     Batch,
     OfflineResult,
     fit,
+    make_pairs,
     prepare,
+    read_recorded,
     save_model,
     shown_of_pairs,
     shuffled,
+    spoken,
     told,
 )
 from turnwise.trainer.offline.preferences import Pair, Preference, load_preferences, pack_pairs, token_sides
-from turnwise.trainer.offline.recorded import make_pairs, read_recorded, spoken
-from turnwise.trainer.offline.scoring import load_scoring
-from turnwise.trainer.packing import MicroBatch, TrainRow
-from turnwise.trainer.policy import TokenScores
 from turnwise.trajectory import TrainSample
+
+try:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+except ImportError as error:
+    raise MissingExtraError("transformers", "train", "training a model") from error
+
+
+class ScoringPolicy(Policy):
+    """A sequence classifier of one output that is trained packed.
+
+    The score of a row is that of the state that predicts its one trained token: rows end with a token more than the
+    conversation has, which no state that counts ever sees.
+    """
+
+    def __init__(self, model: Any, *, source: Path, config: ModelConfig) -> None:
+        """Wrap a model whose trunk was proven to run packed (:func:`load_scoring` does both)."""
+        self.lora = None
+        self.model = model
+        self.source = source
+        self.compute_dtype = config.compute_dtype
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        device: torch.device = self.model.score.weight.device
+        return device
+
+    def forward(self, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
+        """Return the scores of the rows of a micro-batch, shape [rows], as ``logprobs``; there is no entropy."""
+        del entropy
+        device = self.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16"):
+            hidden = self._hidden(batch, device)
+            states = hidden[0].index_select(0, batch.predictors.to(device))
+            scores: Tensor = self.model.score(states)[:, 0].float()
+        return TokenScores(scores)
+
+
+def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
+    """Load a causal language model and put a new head on its trunk, or go on with a reward model.
+
+    Args:
+        config: The model: a causal one, or a sequence classifier of one output.
+        seed: Decides the new head's first weights.
+
+    Raises:
+        TrainError: The model cannot be loaded or trained packed, or its family has no sequence classifier.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    causal = load_model(
+        config.path,
+        device=pick_device(config.device),
+        compute_dtype=config.compute_dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    settings = AutoConfig.from_pretrained(str(config.path), local_files_only=True)
+    judged = any("ForSequenceClassification" in name for name in settings.architectures or ())
+    if judged and settings.num_labels != 1:
+        raise TrainError(f"model.path is {config.path}, a classifier of {settings.num_labels} labels: a reward is one")
+    settings.num_labels = 1
+    settings.id2label, settings.label2id = {0: "reward"}, {"reward": 0}
+    # A decoder finds the end of a conversation as the last token that is no padding. Conversations may end with what
+    # the tokenizer pads with; servers that are told no padding id take the last token, as training does.
+    settings.get_text_config().pad_token_id = settings.pad_token_id = None
+    torch.manual_seed(seed)
+    try:
+        if judged:
+            model = AutoModelForSequenceClassification.from_pretrained(
+                str(config.path), config=settings, dtype=torch.float32, local_files_only=True
+            )
+        else:
+            model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise TrainError(f"model.path is {config.path}: no reward model can be made of it: {error}") from error
+    prefix = model.base_model_prefix
+    if not isinstance(model.score, nn.Linear) or causal.model.base_model_prefix != prefix:
+        raise TrainError(f"{type(model).__name__} has no linear head on the trunk of {type(causal.model).__name__}")
+    setattr(model, prefix, causal.model.base_model)
+    if causal.model.training:
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+    return ScoringPolicy(model.to(causal.device), source=causal.source, config=config)
 
 
 @dataclass(frozen=True, slots=True)

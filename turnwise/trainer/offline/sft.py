@@ -1,7 +1,4 @@
-"""``turnwise sft``: supervised fine-tuning on demonstrations, or on recorded trajectories (rejection sampling).
-
-Owns: :func:`run_sft`. Refuses: making demonstrations (``demonstrations.py``), choosing trajectories (``recorded.py``).
-"""
+"""``turnwise sft``: supervised fine-tuning on demonstrations, or on recorded trajectories (rejection sampling)."""
 
 from __future__ import annotations
 
@@ -10,15 +7,25 @@ import asyncio
 from rich.console import Console
 
 from turnwise.errors import TrainError
-from turnwise.inference.core import Renderer
+from turnwise.model.core import Renderer
 from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
-from turnwise.trainer.engines import open_learner
-from turnwise.trainer.offline.config import SFTConfig
-from turnwise.trainer.offline.core import Batch, OfflineResult, Shown, fit, prepare, save_model, shuffled, told
-from turnwise.trainer.offline.demonstrations import demonstration_rows, load_demonstrations
-from turnwise.trainer.offline.recorded import keep_good, read_recorded
-from turnwise.trainer.packing import TrainRow, pack
+from turnwise.trainer.batch.packing import TrainRow, pack
+from turnwise.trainer.config.offline import SFTConfig
+from turnwise.trainer.learn.learner import open_learner
+from turnwise.trainer.offline.core import (
+    Batch,
+    OfflineResult,
+    Shown,
+    fit,
+    keep_good,
+    prepare,
+    read_recorded,
+    save_model,
+    shuffled,
+    told,
+)
+from turnwise.trainer.offline.preferences import demonstration_rows, load_demonstrations
 from turnwise.trajectory import to_samples
 
 _SHOWN = Shown(

@@ -1,7 +1,4 @@
-"""The contract of weight writers.
-
-Owns: :class:`WeightWriter`. Refuses: any implementation, and pausing servers, which the loops decide.
-"""
+"""The contract of weight writers."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from turnwise.inference.core import AdapterInfo, Replica, WeightManifest
+from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 
 
 class WeightWriter(ABC):

@@ -1,8 +1,4 @@
-"""Weights for servers on the same machine, through a file in shared memory.
-
-Owns: :class:`SharedMemoryWriter` and the lifetime of its directory. Refuses: the file's format, which is
-``inference/weights.py``'s.
-"""
+"""Weights for servers on the same machine, through a file in shared memory."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from turnwise.engine.weights import weights_directory, write_weights
 from turnwise.errors import InferenceError, TrainError
-from turnwise.inference.core import AdapterInfo, Replica, WeightManifest
-from turnwise.inference.weights import weights_directory, write_weights
+from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 from turnwise.trainer.weight_sync.core import WeightWriter
 
 _NAME = "weights-{pid}"

@@ -11,13 +11,13 @@ import pytest
 
 from support.black_boxes import CHAT_LOOP, LINES, running, spec
 from turnwise.agents.blackbox import BlackBoxAgent, Recipe, recipe_of
-from turnwise.agents.blackbox.places import Places, check_arguments, fill, told_of
+from turnwise.agents.blackbox.workdir import Places, check_arguments, fill, told_of
 from turnwise.agents.registry import make_agent
 from turnwise.envs.core import ResetResult
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.library.lookup import LookupEnv
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.task_checks import check_own
+from turnwise.rollout.preflight import check_own
 from turnwise.tasks import Task
 
 

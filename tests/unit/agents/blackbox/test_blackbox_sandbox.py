@@ -16,7 +16,7 @@ import pytest
 from support.black_boxes import CHAT_LOOP, LINES, PROGRAMS, run_episode, say
 from support.boxed_programs import BoxedLookup, rollout
 from turnwise.agents.blackbox import BlackBoxAgent, ProgramError
-from turnwise.agents.blackbox.mounts import paths_within, shown_for
+from turnwise.agents.blackbox.config import paths_within, shown_for
 from turnwise.agents.registry import make_agent
 from turnwise.errors import AgentError, SandboxUnavailable
 from turnwise.rollout.runner import EpisodeOutcome

@@ -15,15 +15,15 @@ import pytest
 
 from support.black_boxes import LINES, TABLE, Broken, say, team
 from support.chat_models import renderer_for
-from turnwise.agents.blackbox.places import Places
 from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
+from turnwise.agents.blackbox.workdir import Places
 from turnwise.agents.core import Episode, EpisodeLimits
 from turnwise.envs.core import Env, invoke, schemas
-from turnwise.envs.guess_number import GuessNumberEnv
-from turnwise.envs.lookup import LookupEnv
+from turnwise.envs.library.guess_number import GuessNumberEnv
+from turnwise.envs.library.lookup import LookupEnv
 from turnwise.errors import EnvError
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.tasks import Task
 
 

@@ -18,7 +18,7 @@ from support.toy_renderer import CALL, CALL_END, END, THINK, THINK_END, ToyRende
 from turnwise import ChatTurnwise
 from turnwise.errors import AgentError, GuideRefused, SessionError
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Guide, ToolSchema
 
 QUESTION = HumanMessage("hi")

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from support.graph_runs import LOG, calls, play
 from turnwise import ChatTurnwise, make_agent
 from turnwise.errors import AgentError, ConfigError
-from turnwise.inference.gateway.hosted_session import Answered, TextSession, Usage
+from turnwise.gateway.proxy.session import Answered, TextSession, Usage
 from turnwise.types import StopReason
 
 SEEN: list[Any] = []

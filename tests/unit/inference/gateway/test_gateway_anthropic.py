@@ -8,9 +8,9 @@ import anthropic
 import pytest
 
 from support.gateway_server import serving
-from turnwise.inference.gateway.anthropic import Anthropic
-from turnwise.inference.gateway.core import Abilities, Answer, ChatRequest
-from turnwise.inference.gateway.errors import ApiError
+from turnwise.gateway.dialects.anthropic import Anthropic
+from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest
+from turnwise.gateway.errors import ApiError
 from turnwise.types import ToolCall, ToolSchema
 
 ADD = ToolSchema("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})

@@ -16,8 +16,8 @@ import pytest
 from support.gated_client import GatedClient
 from support.gateway_server import ADMIN, ADMIN_HEADERS, Served, serving
 from turnwise.errors import InferenceError
-from turnwise.inference.gateway.config import GatewayLimits
-from turnwise.inference.session import SessionLimits
+from turnwise.gateway.config import GatewayLimits
+from turnwise.recorder.session import SessionLimits
 from turnwise.trajectory import Trajectory
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "Go."}]}

@@ -12,9 +12,9 @@ import pytest
 
 from support.gateway_server import ADMIN_HEADERS, Served, serving
 from turnwise.errors import FormatError
-from turnwise.inference.gateway.anthropic_request import read_request as read_anthropic
-from turnwise.inference.gateway.core import Abilities
-from turnwise.inference.gateway.openai_responses import OpenAIResponses
+from turnwise.gateway.dialects.anthropic import read_request as read_anthropic
+from turnwise.gateway.dialects.core import Abilities
+from turnwise.gateway.dialects.openai_responses import OpenAIResponses
 from turnwise.trajectory import Trajectory
 
 HALF = "\ud83d x"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from support.wire_requests import DONE, ITEM_TOOLS, LINEAR, says, talking
-from turnwise.inference.gateway.config import GatewayLimits
-from turnwise.inference.session import SessionLimits
+from turnwise.gateway.config import GatewayLimits
+from turnwise.recorder.session import SessionLimits
 
 RULES = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules."}], "id": "msg_1"}
 GO = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}], "id": "msg_2"}

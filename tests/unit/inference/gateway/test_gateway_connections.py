@@ -15,8 +15,8 @@ import yarl
 
 from support.gated_client import GatedClient
 from support.gateway_server import Served, serving
-from turnwise.inference.gateway.config import GatewayLimits
-from turnwise.inference.http_guard import guarded
+from turnwise.gateway.config import GatewayLimits
+from turnwise.gateway.http_guard import guarded
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
 HALF = b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-slow: "

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from turnwise.inference.gateway.garbage import GarbageCollector
+from turnwise.gateway.server import GarbageCollector
 
 pytestmark = pytest.mark.usefixtures("python_s_own_collections")
 

@@ -15,9 +15,9 @@ import yarl
 
 from support.chat_models import renderer_for
 from turnwise.errors import InferenceError
-from turnwise.inference.gateway.local import Door, LocalGateway
+from turnwise.gateway.local import Door, LocalGateway
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.inference.session import Session, SessionLimits
+from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import SamplingParams
 
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Go."}]}).encode()

@@ -11,12 +11,12 @@ from support.chat_models import renderer_for
 from support.gateway_server import serving
 from support.guided_requests import DIALECTS, PATHS, SCHEMA, TOOLS, ask, body
 from turnwise.errors import GuideRefused, InferenceError
-from turnwise.inference.gateway.anthropic import Anthropic
-from turnwise.inference.gateway.core import Abilities, ChatRequest
-from turnwise.inference.gateway.errors import ApiError
-from turnwise.inference.gateway.holds import abilities_of
-from turnwise.inference.gateway.openai_chat import OpenAIChat
-from turnwise.inference.gateway.openai_responses import OpenAIResponses
+from turnwise.gateway.dialects.anthropic import Anthropic
+from turnwise.gateway.dialects.core import Abilities, ChatRequest
+from turnwise.gateway.dialects.openai_chat import OpenAIChat
+from turnwise.gateway.dialects.openai_responses import OpenAIResponses
+from turnwise.gateway.dialects.response_format import abilities_of
+from turnwise.gateway.errors import ApiError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.types import Guide, Message, ToolCall, ToolSchema
 

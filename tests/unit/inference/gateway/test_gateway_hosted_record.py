@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from support.hosted_server import Hosted, hosting, provider, streamed
-from turnwise.inference.gateway.hosted_session import TextSettings
+from turnwise.gateway.proxy.session import TextSettings
 from turnwise.trajectory import Segment, Trajectory
 
 USER: dict[str, Any] = {"role": "user", "content": "Go."}

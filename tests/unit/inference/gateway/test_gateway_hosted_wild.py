@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.toy_renderer import ToyRenderer
 from support.wild_agents import Wild, lines, plans
-from turnwise.inference.gateway.hosted_session import TextSession
+from turnwise.gateway.proxy.session import TextSession
 
 
 class Twofold(Wild):

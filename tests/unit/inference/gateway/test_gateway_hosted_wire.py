@@ -20,13 +20,12 @@ from support.hosted_server import KEY, Hosted, Respond, hosting, provider, strea
 from turnwise.errors import AuditError, ConfigError
 from turnwise.evaluation.metrics import summarize
 from turnwise.evaluation.view import Selection, show
-from turnwise.inference.gateway.config import GatewayConfig, GatewayLimits
-from turnwise.inference.gateway.hosted import HostedExchange
-from turnwise.inference.gateway.hosted_answer import answer_reader
-from turnwise.inference.gateway.hosted_config import HostedConfig, base_url
-from turnwise.inference.gateway.hosted_endpoint import Veil
-from turnwise.inference.gateway.hosted_session import TextSettings
-from turnwise.inference.gateway.process import GatewayProcess
+from turnwise.gateway.config import GatewayConfig, GatewayLimits
+from turnwise.gateway.proxy.answer import answer_reader
+from turnwise.gateway.proxy.app import HostedExchange
+from turnwise.gateway.proxy.endpoint import HostedConfig, Veil, base_url
+from turnwise.gateway.proxy.session import TextSettings
+from turnwise.gateway.server import GatewayProcess
 from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import text_of

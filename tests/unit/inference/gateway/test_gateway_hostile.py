@@ -14,9 +14,9 @@ import yarl
 
 from support.gated_client import SAID, GatedClient
 from support.gateway_server import ADMIN, ADMIN_HEADERS, Served, serving
-from turnwise.inference.gateway.config import GatewayLimits
+from turnwise.gateway.config import GatewayLimits
 from turnwise.inference.scripted import ScriptedRequest
-from turnwise.inference.session import SessionLimits
+from turnwise.recorder.session import SessionLimits
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "Go."}]}
 

@@ -27,15 +27,14 @@ from support.chat_models import build_model_dir, model_dir
 from support.warm import WarmPopen, started_by
 from turnwise.cli import main
 from turnwise.config import load_config
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.engine import Engine
+from turnwise.engine.server import App, Outbox
 from turnwise.errors import ConfigError, InferenceError
-from turnwise.inference.app import App, Outbox
-from turnwise.inference.causal_lm import CausalLM
-from turnwise.inference.engine import Engine
-from turnwise.inference.gateway.config import GatewayConfig
-from turnwise.inference.gateway.process import GatewayProcess
-from turnwise.inference.gateway.server import GatewaySpec, admin_key
+from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.server import GatewayProcess, GatewaySpec, admin_key
 from turnwise.inference.http_process import bind, deaf_server
-from turnwise.rollout.writer import read_trajectories
+from turnwise.rollout.records import read_trajectories
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": "Go."}]}
 
@@ -124,7 +123,7 @@ def running(
     keys = [f"{key}={value}".lower() for key, value in {**SETTINGS, "inference.threads": 1, "port": 0}.items()]
     words = {name: ["turnwise", "gateway", str(model), "--out", str(out), *keys] for name, out in outs.items()}
     spec = GatewaySpec(config=GatewayConfig(model=model, out=outs["parent"], port=0), lifeline_fd=lifeline[0])
-    words["parent"] = ["turnwise.inference.gateway.server", "--config-json", spec.model_dump_json()]
+    words["parent"] = ["turnwise.gateway.server", "--config-json", spec.model_dump_json()]
     started: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, Running] = {}
     try:

@@ -13,7 +13,7 @@ import pytest
 from support.gated_client import GatedClient
 from support.gateway_server import Served, serving
 from turnwise.errors import InferenceError
-from turnwise.inference.gateway.config import GatewayLimits
+from turnwise.gateway.config import GatewayLimits
 from turnwise.types import ToolCall, ToolSchema
 
 ADD = ToolSchema("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})

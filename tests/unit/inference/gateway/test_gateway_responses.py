@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from turnwise.inference.gateway.core import Abilities, Answer
-from turnwise.inference.gateway.errors import ApiError
-from turnwise.inference.gateway.openai_responses import OpenAIResponses
+from turnwise.gateway.dialects.core import Abilities, Answer
+from turnwise.gateway.dialects.openai_responses import OpenAIResponses
+from turnwise.gateway.errors import ApiError
 from turnwise.types import ToolCall
 
 TOOLS = [

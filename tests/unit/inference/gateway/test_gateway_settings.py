@@ -10,11 +10,11 @@ import pytest
 from support.chat_models import renderer_for
 from support.gateway_server import ADMIN_HEADERS, Served, serving
 from turnwise.errors import SessionError
-from turnwise.inference.core import LLMClient
-from turnwise.inference.gateway.config import GatewayConfig
-from turnwise.inference.gateway.server import open_sessions
-from turnwise.inference.gateway.settings import SETTINGS, SessionSettings
+from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.server import open_sessions
+from turnwise.gateway.sessions import SETTINGS, SessionSettings
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.model.core import LLMClient
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Trajectory
 from turnwise.types import Completion, SamplingParams, TokenPrompt

@@ -12,7 +12,7 @@ import pytest
 
 from support.chat_models import FAMILIES, Family, model_dir, template_of, write_model_dir
 from support.gateway_server import Served, serving
-from turnwise.inference.renderer import load_renderer
+from turnwise.chat.renderer import load_renderer
 
 CHAT, RESPONSES, MESSAGES = "v1/chat/completions", "v1/responses", "v1/messages"
 BODIES: dict[str, dict[str, Any]] = {

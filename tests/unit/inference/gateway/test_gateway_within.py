@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from turnwise.inference.gateway.within import Deadline, within
+from turnwise.gateway.exchange import Deadline, within
 
 
 async def several(*futures: asyncio.Future[int]) -> list[int]:

@@ -1,7 +1,4 @@
-"""Attacks on what may be used: processes, memory and disk. Each is bounded, and gives back all that it took.
-
-Owns: programs that run inside a sandbox.
-"""
+"""Attacks on what may be used: processes, memory and disk. Each is bounded, and gives back all that it took."""
 
 import contextlib
 import os

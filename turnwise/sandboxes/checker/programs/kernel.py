@@ -1,7 +1,4 @@
-"""Attacks on the kernel's interfaces. Each only opens or makes something, and undoes it at once.
-
-Owns: programs that run inside a sandbox.
-"""
+"""Attacks on the kernel's interfaces. Each only opens or makes something, and undoes it at once."""
 
 import contextlib
 import ctypes

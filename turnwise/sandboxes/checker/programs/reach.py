@@ -1,7 +1,4 @@
-"""Attacks on what is outside: its secrets, files, processes and sockets. Each returns what it got, or nothing.
-
-Owns: programs that run inside a sandbox. They touch only what the examination planted.
-"""
+"""Attacks on what is outside: its secrets, files, processes and sockets. Each returns what it got, or nothing."""
 
 import array
 import contextlib

@@ -1,7 +1,4 @@
-"""Runs one attack: ``python3 run.py NAME``, told the rest as JSON on its input. Its last line is what it got, as JSON.
-
-Owns: the dispatch. Refuses: judging; ``got`` says what the attack itself could see, and the host looks at its own side.
-"""
+"""Runs one attack inside a sandbox: ``python3 run.py NAME``, options as JSON on its input, the outcome as JSON."""
 
 import importlib
 import json

@@ -1,8 +1,5 @@
 """The first process inside a sandbox: starts, watches and ends what the host asks for.
 
-Owns: the control socket's inner end, and one small process (a shim) per request, which is the parent of all that the
-request starts, however that hides itself. Refuses: isolation (it was put into it) and paths of the host.
-
 It shares its user with the code that it runs, so it and its shims cannot be dumped or traced, no program inherits the
 control socket, and what a stopped or killed shim leaves is found by walking the process table. Only a few built-in
 modules are imported: this is what every start of a sandbox waits for.

@@ -1,7 +1,4 @@
-"""Files of a sandbox, read and written inside it by a process that serves one request.
-
-Owns: what the agent's file requests do. Refuses: streams and devices; what is read or written is a regular file.
-"""
+"""Files of a sandbox, read and written inside it by a process that serves one request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Control groups of sandboxes, of both versions of the kernel's interface.
-
-Owns: making one, joining it, removing it with all processes in it. Refuses: which there are (the host finds that).
-"""
+"""Control groups of sandboxes, of both versions of the kernel's interface."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Landlock: what a process without any privilege can take from itself, and from all that it starts.
-
-Owns: the rules of the kernel's interface, by its version. Refuses: choosing what is allowed.
-"""
+"""Landlock: what a process without any privilege can take from itself, and from all that it starts."""
 
 from __future__ import annotations
 

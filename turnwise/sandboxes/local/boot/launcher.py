@@ -1,8 +1,5 @@
 """The process that starts sandboxes for one host process, and ends them when that dies.
 
-Owns: the steps between a fork and the program that a sandbox begins with (control groups, a private view of the file
-systems, another user), and the end of all that it started. Refuses: what a sandbox is made of; the host sends a plan.
-
 It is small, so that a fork is cheap, has one thread, so that one is safe, and has its own session, so that no Ctrl-C
 reaches it. The host's end of its socket closing is the host's end, however that came.
 """

@@ -1,8 +1,4 @@
-"""What a forked process does to become a sandbox: the steps of a plan, in their order.
-
-Owns: those steps. Refuses: choosing them. All run in a process that was just forked and that ends by executing the
-plan's program: the mounts made here are in a mount namespace of its own, and go with it.
-"""
+"""What a forked process does to become a sandbox: the steps of a plan, in their order."""
 
 from __future__ import annotations
 

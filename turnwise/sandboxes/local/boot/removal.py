@@ -1,7 +1,4 @@
-"""The removal of folders that sandboxes wrote to.
-
-Owns: :func:`remove`. Refuses: what is still being written to.
-"""
+"""The removal of folders that sandboxes wrote to."""
 
 from __future__ import annotations
 

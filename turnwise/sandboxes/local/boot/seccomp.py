@@ -1,9 +1,4 @@
-"""The filter of system calls that everything inside a sandbox runs under, as a program for the kernel's machine.
-
-Owns: which calls are refused, for x86_64 and aarch64. They are those that reach what no namespace divides (keyrings,
-the clock, kernel modules, tracing of the whole machine) or that widen what an attack on the kernel can touch (new
-namespaces, mounts, io_uring, userfaultfd, bpf), and sockets of families that no network namespace holds.
-"""
+"""The filter of system calls that everything inside a sandbox runs under, as a program for the kernel's machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The system calls of Linux that Python has no function for.
-
-Owns: namespaces, mounts and mounts whose files appear to belong to somebody else. Refuses: policy.
-"""
+"""The system calls of Linux that Python has no function for."""
 
 from __future__ import annotations
 

@@ -1,0 +1,184 @@
+"""A program that runs in the sandbox of its episode."""
+
+from __future__ import annotations
+
+import posixpath
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from turnwise.agents.blackbox.program import Exit, Output
+from turnwise.agents.blackbox.workdir import tool_script
+from turnwise.errors import AgentError, SandboxError, SandboxFileError, shown
+from turnwise.sandboxes.core import Sandbox, SandboxProcess
+
+_PREPARE: Final = """set -e; root="${TMPDIR:-/tmp}/turnwise-$1"; mkdir -p "$root/home" "$root/tmp" "$root/bin"
+printf '%s\\n' "$root" "$(pwd)" "$PATH"
+"""
+_STATUS: Final = b"turnwise-status:"
+# It waits behind the program, so that ending it ends whatever the program has left.
+_RUN: Final = """d=$1; shift
+"$@" <"$d/stdin" >"$d/stdout" 2>"$d/stderr"
+echo "turnwise-status:$?"
+read -r _"""
+_SIZES: Final = 'wc -c <"$1/stdout"; wc -c <"$1/stderr"'
+_SECONDS: Final = 60.0
+_MOST_RESULT: Final = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Quarters:
+    """The folders of one episode's program in a sandbox.
+
+    Attributes:
+        sandbox: Where they are.
+        root: Holds all but the last.
+        home: Of the program's settings.
+        work: Where it works: where the sandbox's commands run.
+        path: Where programs are looked for.
+    """
+
+    sandbox: Sandbox
+    root: str
+    home: str
+    work: str
+    path: str
+
+    @classmethod
+    async def make(cls, sandbox: Sandbox, workspace: Path | None) -> Self:
+        """Make them.
+
+        Args:
+            sandbox: Where.
+            workspace: A folder whose content the program finds where it works, if any.
+
+        Raises:
+            AgentError: They cannot be made.
+            SandboxError: The sandbox failed.
+        """
+        made = await sandbox.exec(["sh", "-c", _PREPARE, "sh", secrets.token_hex(8)], timeout=_SECONDS)
+        said = made.stdout.decode("utf-8", "replace").split("\n")
+        if not made.ok or len(said) < 3:
+            raise AgentError(f"the folders of a program cannot be made in its sandbox: {made.text.strip()[-500:]}")
+        root, work, path = said[:3]
+        if workspace is not None:
+            await sandbox.upload(workspace, work)
+        return cls(sandbox, root, f"{root}/home", work, path)
+
+    async def write(self, files: Mapping[str, str]) -> None:
+        """Write files; relative paths are below ``work``.
+
+        Raises:
+            AgentError: A path leads out of the folders, or cannot be written.
+            SandboxError: The sandbox failed.
+        """
+        for name, text in files.items():
+            path = posixpath.normpath(posixpath.join(self.work, name))
+            if not any(path.startswith(f"{folder}/") for folder in (self.work, self.root)):
+                raise AgentError(f"file {shown(name)} is not below the program's own folders: give a relative path")
+            try:
+                await self.sandbox.write_file(path, text.encode())
+            except SandboxFileError as error:
+                raise AgentError(f"file {shown(name)} cannot be written: {error}") from error
+
+    async def install_tool(self, url: str) -> str:
+        """Write the command ``tool``; return the folder to look for it in."""
+        folder = f"{self.root}/bin"
+        await self.sandbox.write_file(f"{folder}/tool.py", tool_script(url).encode())
+        command = f'#!/bin/sh\nexec python3 -I -S {folder}/tool.py "$@"\n'
+        await self.sandbox.write_file(f"{folder}/tool", command.encode(), mode=0o755)
+        return folder
+
+    async def read(self, name: str) -> str | None:
+        """Return what a file holds; relative paths are below ``work``. None where it cannot be read."""
+        try:
+            data = await self.sandbox.read_file(posixpath.join(self.work, name), max_bytes=_MOST_RESULT)
+        except SandboxFileError:
+            return None
+        return data.decode("utf-8", "replace")
+
+
+class InsideProgram:
+    """A running program in a sandbox; made by :meth:`start`, and ended by :meth:`end`, always."""
+
+    def __init__(self, quarters: Quarters, process: SandboxProcess, most_output: int) -> None:
+        self._quarters = quarters
+        self._process = process
+        self._most = most_output
+        self._status: int | None = None
+        self._failure: SandboxError | None = None
+
+    @classmethod
+    async def start(
+        cls, quarters: Quarters, argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes, most_output: int
+    ) -> Self:
+        """Start a program where it works.
+
+        Args:
+            quarters: Its folders.
+            argv: The command line.
+            env: Its environment, besides the sandbox's own.
+            stdin: What it reads.
+            most_output: Bytes of each output that are kept.
+
+        Raises:
+            SandboxError: The sandbox failed.
+        """
+        await quarters.sandbox.write_file(f"{quarters.root}/stdin", stdin)
+        command = ["sh", "-c", _RUN, "sh", quarters.root, *argv]
+        process = await quarters.sandbox.spawn(command, cwd=quarters.work, env=env)
+        return cls(quarters, process, most_output)
+
+    async def wait(self) -> None:
+        """Wait until the program has ended; what it started may still be there."""
+        said = b""
+        try:
+            while piece := await self._process.read():
+                said = (said + piece)[-self._most :]
+                _, found, rest = said.rpartition(_STATUS)
+                if found and rest.endswith(b"\n"):
+                    self._status = _status(rest)
+                    return
+        except SandboxError as error:
+            # Whoever ends the program is told.
+            self._failure = error
+
+    async def end(self, *, collect: bool = True) -> Exit:
+        """Kill whatever is left of it, and return how it ended.
+
+        Args:
+            collect: Whether its outputs are asked for.
+
+        Raises:
+            SandboxError: The sandbox failed, now or while the program ran.
+        """
+        if self._failure is not None:
+            raise self._failure
+        await self._process.kill()
+        empty = Output("", 0, cut=False)
+        if not collect:
+            return Exit(self._status, empty, empty, None)
+        root, sandbox = self._quarters.root, self._quarters.sandbox
+        both = await sandbox.exec(
+            ["sh", "-c", 'cat "$1/stdout"; cat "$1/stderr" >&2', "sh", root], timeout=_SECONDS, max_output=self._most
+        )
+        sizes = [len(both.stdout), len(both.stderr)]
+        if both.truncated:
+            counted = await sandbox.exec(["sh", "-c", _SIZES, "sh", root], timeout=_SECONDS)
+            sizes = [int(each) for each in counted.stdout.split()] or sizes
+        stdout, stderr = (
+            Output(data.decode("utf-8", "replace"), size, cut=size > self._most)
+            for data, size in zip((both.stdout, both.stderr), sizes, strict=True)
+        )
+        return Exit(self._status, stdout, stderr, None)
+
+
+def _status(said: bytes) -> int | None:
+    """Return an exit status, negative where a signal ended the program, as the shell of a sandbox tells it."""
+    try:
+        code = int(said)
+    except ValueError:
+        return None
+    return 128 - code if 128 < code < 160 else code

@@ -1,0 +1,296 @@
+"""Where a program works, and what it is told of that."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from turnwise.agents.blackbox.recipes import Dialect
+from turnwise.errors import AgentError, shown
+from turnwise.model.canonical import clean
+from turnwise.types import Message, ToolSchema, text_of
+
+API_KEY: Final = "turnwise"
+"""What a program sends as its key: its address alone says who it is."""
+PLACEHOLDERS: Final = {
+    "prompt": "what the program is told",
+    "prompt_file": "a file that holds it",
+    "task": "the beginning of the conversation: system prompt and the user's messages",
+    "system": "the system prompt alone",
+    "user": "the user's messages alone",
+    "tools": "how the environment's tools are called from a shell; empty where it has none",
+    "model": "the model's name",
+    "api_key": "the API key",
+    "base_url": "the address of the episode's session",
+    "openai_base_url": "the same for OpenAI's APIs",
+    "anthropic_base_url": "the same for Anthropic's",
+    "tools_url": "the address of the environment's tools; empty where it has none",
+    "mcp_url": "the same for MCP",
+    "home": "a fresh folder for settings",
+    "work": "the folder in which the program works",
+    "python": "the interpreter that runs this",
+    "context_length": "tokens of prompt and completion",
+    "max_turns": "model calls of the episode",
+}
+_PLACEHOLDER: Final = re.compile(r"\{([a-z_]+)(!j)?\}")
+_MOST_ARGUMENT: Final = 131_071
+"""Bytes that Linux takes of one argument."""
+
+# A program of its own, so that nothing of ours is imported by it. Written where the tools are offered.
+_TOOL_SCRIPT: Final = '''"""Call a tool: NAME, then a JSON object of arguments, or key=value. Alone it lists them."""
+
+import json
+import sys
+import urllib.error
+import urllib.request
+
+URL = {url!r}
+
+
+def main(arguments):
+    if not arguments or arguments[0] in ("-h", "--help"):
+        with urllib.request.urlopen(URL) as answer:
+            print(json.dumps(json.load(answer)["tools"], indent=2, ensure_ascii=False))
+        return 0
+    name, *given = arguments
+    if len(given) == 1 and given[0].lstrip().startswith("{{"):
+        body = given[0]
+    else:
+        pairs = [each.partition("=") for each in given]
+        body = json.dumps({{key.lstrip("-"): value(text) for key, _, text in pairs}})
+    request = urllib.request.Request(URL + "/" + name, body.encode(), {{"content-type": "application/json"}})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            said = json.load(answer)
+    except urllib.error.HTTPError as error:
+        print(json.load(error)["error"]["message"], file=sys.stderr)
+        return 1
+    content = said["content"]
+    print(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
+    return 0 if said["error"] is None else 1
+
+
+def value(text):
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return text if isinstance(found, (str, float)) else found
+
+
+sys.exit(main(sys.argv[1:]))
+'''
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Return a text with its placeholders replaced, ``{name!j}`` as JSON; other braces stay as they are."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in values:
+            return found[0]
+        return json.dumps(values[found[1]], ensure_ascii=False) if found[2] else values[found[1]]
+
+    return _PLACEHOLDER.sub(value, text)
+
+
+def named(texts: Sequence[str]) -> set[str]:
+    """Return the placeholders that texts hold."""
+    return {found[1] for text in texts for found in _PLACEHOLDER.finditer(text)}
+
+
+def tool_script(url: str) -> str:
+    """Return the program behind the command ``tool``."""
+    return _TOOL_SCRIPT.format(url=url)
+
+
+def told_of(observation: Sequence[Message]) -> dict[str, str]:
+    """Return the texts of the beginning of a conversation, by placeholder."""
+    system = [text_of(each) for each in observation if each["role"] in ("system", "developer")]
+    user = [text_of(each) for each in observation if each["role"] not in ("system", "developer")]
+    found = {"system": system, "user": user, "task": [*system, *user]}
+    # No program can be given a NUL or half a surrogate pair.
+    return {name: clean("\n\n".join(filter(None, texts))).replace("\0", "\ufffd") for name, texts in found.items()}
+
+
+def shell_tools(tools: Sequence[ToolSchema]) -> str:
+    """Return how the tools are called from a shell, for who reads prompts."""
+    if not tools:
+        return ""
+    lines = [
+        "Besides everything else there is a command `tool`, which calls one of these tools and prints its answer:",
+        *(f"- {each.name}: {each.description} Arguments: {json.dumps(each.parameters)}" for each in tools),
+        f"Call one as: tool {tools[0].name} '{{...}}', with the arguments as a JSON object.",
+    ]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The folders of one episode.
+
+    Attributes:
+        root: Holds the others, and nothing else.
+        home: Of the program's settings.
+        work: Where it works.
+    """
+
+    root: Path
+    home: Path
+    work: Path
+
+    @classmethod
+    def make(cls, base: Path | None, workspace: Path | None, given: str | None) -> Self:
+        """Make fresh ones.
+
+        Args:
+            base: Where; by default where the system keeps temporary files.
+            workspace: A folder whose content the program finds, if any.
+            given: The folder in which it works instead, as the environment made it.
+
+        Raises:
+            AgentError: They cannot be made.
+        """
+        try:
+            root = Path(tempfile.mkdtemp(prefix="turnwise-", dir=base))
+            home, work = root / "home", Path(given) if given else root / "work"
+            for folder in (home, root / "tmp"):
+                folder.mkdir()
+            if given is None:
+                if workspace is None:
+                    work.mkdir()
+                else:
+                    shutil.copytree(workspace, work, symlinks=True)
+        except OSError as error:
+            raise AgentError(f"the folders of a program cannot be made: {error}") from error
+        if not work.is_dir():
+            raise AgentError(f"info['workspace'] is {shown(given)}, which is no folder")
+        return cls(root, home, work)
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Write files; relative paths are below ``work``.
+
+        Raises:
+            AgentError: A path leads out of the folders, or cannot be written.
+        """
+        for name, text in files.items():
+            path = Path(os.path.normpath(self.work / name))
+            if not any(path.is_relative_to(folder) for folder in (self.work, self.root)):
+                raise AgentError(f"file {shown(name)} is not below the program's own folders: give a relative path")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            except OSError as error:
+                raise AgentError(f"file {shown(name)} cannot be written: {error}") from error
+
+    def install_tool(self, url: str) -> Path:
+        """Write the command ``tool``; return the folder to look for it in."""
+        folder = self.root / "bin"
+        folder.mkdir()
+        script = folder / "tool.py"
+        script.write_text(tool_script(url))
+        command = folder / "tool"
+        command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(str(script))} "$@"\n')
+        command.chmod(0o755)
+        return folder
+
+    def remove(self) -> None:
+        """Remove them, whatever a program made of their permissions."""
+
+        def again(function: Any, path: str, _: object) -> None:
+            try:
+                os.chmod(os.path.dirname(path), 0o700)
+                os.chmod(path, 0o700)
+                function(path)
+            except OSError:
+                return
+
+        shutil.rmtree(self.root, onerror=again)
+
+
+def environment(
+    dialect: Dialect,
+    values: Mapping[str, str],
+    own: Mapping[str, str],
+    passed: Sequence[str],
+    *,
+    temporary: str,
+    path: str,
+) -> dict[str, str]:
+    """Return all of a program's environment.
+
+    Args:
+        dialect: Which variables point it at its session.
+        values: Of placeholders, ``home`` among them.
+        own: Further variables, which come before all others.
+        passed: Names of variables of this process that it gets, too.
+        temporary: Its folder for temporary files.
+        path: Where programs are looked for.
+    """
+    found = {name: os.environ[name] for name in passed if name in os.environ}
+    found |= {
+        "PATH": path,
+        "HOME": values["home"],
+        "TMPDIR": temporary,
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+        "TURNWISE_MODEL": values["model"],
+    }
+    if dialect != "anthropic":
+        found |= dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), values["openai_base_url"])
+        found |= {"OPENAI_API_KEY": values["api_key"], "OPENAI_MODEL": values["model"]}
+    if dialect != "openai":
+        found |= {"ANTHROPIC_BASE_URL": values["anthropic_base_url"], "ANTHROPIC_API_KEY": values["api_key"]}
+        found["ANTHROPIC_MODEL"] = values["model"]
+    if values["tools_url"]:
+        found |= {"TURNWISE_TOOLS_URL": values["tools_url"], "TURNWISE_MCP_URL": values["mcp_url"]}
+    return found | {name: fill(text, values) for name, text in own.items()}
+
+
+def check_arguments(argv: Sequence[str]) -> None:
+    """See that a command line can be given to a program.
+
+    Raises:
+        AgentError: An argument is longer than the system takes.
+    """
+    for argument in argv:
+        if len(argument.encode()) > _MOST_ARGUMENT:
+            raise AgentError(
+                f"an argument of {argv[0]} has {len(argument.encode())} bytes, more than the system takes "
+                f"({_MOST_ARGUMENT}): give the prompt as stdin: '{{prompt}}', or name {{prompt_file}}"
+            )
+
+
+async def answer_at(where: str, stdout: str, read: Callable[[str], Awaitable[str | None]]) -> str | None:
+    """Return a program's answer, or None where it is not there, or is its last message.
+
+    Args:
+        where: ``message``, ``stdout``, ``file:PATH`` or ``json:PATH#a.b``.
+        stdout: What it wrote.
+        read: Returns what a file holds, or None.
+    """
+    kind, _, where = where.partition(":")
+    if kind == "message":
+        return None
+    if kind == "stdout":
+        return stdout
+    name, _, keys = where.rpartition("#") if kind == "json" else (where, "", "")
+    text = stdout if name == "stdout" else await read(name)
+    if kind == "file" or text is None:
+        return text
+    try:
+        found = json.loads(text)
+        for key in keys.split("."):
+            found = found[int(key)] if isinstance(found, list) else found[key]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

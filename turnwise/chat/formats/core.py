@@ -1,0 +1,406 @@
+"""The contract of a chat format: how reasoning and calls are read from what a model sampled.
+
+The rules that hold for every format:
+
+- A call is a call when its own block is closed. Closed calls of a turn that was cut later stand.
+- An unfinished call at a cut is no call, and no content.
+- Any other call that cannot be used (not JSON, no name, unclosed although the model stopped, inside reasoning)
+  is a :class:`ToolCall` with ``error``.
+- Reasoning is open where the prompt or the completion opened it and no closing marker stands behind; a marker
+  that is an added token counts only where its *id* stands.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from turnwise.chat.formats import tags
+from turnwise.chat.formats.json_calls import skip_blanks
+from turnwise.chat.formats.live import Live, LiveScan
+from turnwise.chat.formats.tags import Tag
+from turnwise.chat.tokens import Marks
+from turnwise.types import Guide, Message, ToolCall, ToolSchema
+
+OPEN, CLOSE = "reasoning_open", "reasoning_close"
+INSIDE_REASONING = "the call stands inside the reasoning, where calls are not executed"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a template wrote for messages whose every word is known.
+
+    Each text is what the model would say: from the end of the generation prompt up to the close of the turn,
+    the close excluded, what a plain answer begins with (an empty reasoning block) excluded too. None where the
+    template refuses the message.
+
+    Attributes:
+        added: The tokenizer's added tokens.
+        answer: A message whose content is ``TEXT``: everything from the generation prompt to the turn's end.
+        reason: The same with the reasoning ``THOUGHT``, from the end of the last user message to the turn's end.
+        bare: A call of ``FIRST`` without arguments.
+        one: A call of ``FIRST`` with ``{KEY: VALUE, NUMBER_KEY: NUMBER}``.
+        two: The same call and one of ``SECOND`` with ``{KEY: VALUE}``.
+        ids: The ids given to the two calls.
+        call_close: The added token that ends a turn with calls, or None.
+    """
+
+    added: Mapping[str, int]
+    answer: str
+    reason: str | None
+    bare: str | None
+    one: str | None
+    two: str | None
+    ids: tuple[str, str]
+    call_close: str | None
+
+    TEXT: ClassVar[str] = "qzanswer"
+    THOUGHT: ClassVar[str] = "qzthought"
+    FIRST: ClassVar[str] = "qzfirst"
+    SECOND: ClassVar[str] = "qzsecond"
+    KEY: ClassVar[str] = "qzkey"
+    VALUE: ClassVar[str] = "qzvalue"
+    NUMBER_KEY: ClassVar[str] = "qznum"
+    NUMBER: ClassVar[int] = 73019
+
+    @property
+    def arguments(self) -> dict[str, str | int]:
+        """The arguments of the call of ``FIRST``."""
+        return {self.KEY: self.VALUE, self.NUMBER_KEY: self.NUMBER}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnText:
+    """A completion as text, its markers as private characters.
+
+    Attributes:
+        text: Up to the stop id, which is excluded unless it is a marker of the format.
+        prefix: What the generation prompt put before it.
+        opened: Whether reasoning is open when the text begins.
+        stopped: Whether the model stopped (else it was cut).
+    """
+
+    text: str
+    prefix: str
+    opened: bool
+    stopped: bool
+
+
+@dataclass(slots=True)
+class Parsed:
+    """What a turn means."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        """Return the assistant message that says this."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a block is to be read.
+
+    Attributes:
+        text: The turn with its markers as private characters.
+        start: Where an opener stands, or the first character of the text where there are no openers.
+        limit: Where the block must have ended.
+        tools: To read values by their JSON schema.
+    """
+
+    text: str
+    start: int
+    limit: int
+    tools: Sequence[ToolSchema]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of calls: where it ends, what stands in it, and whether it was closed."""
+
+    end: int
+    calls: tuple[ToolCall, ...]
+    closed: bool = True
+
+
+class ChatFormat(ABC):
+    """One way of writing calls. Subclasses set ``name``, find their markers and read a block.
+
+    Attributes:
+        name: The value of the config key ``format``.
+        defaults: The markers in use where a template does not show its own.
+        extra_stops: Added tokens that end a turn besides those that the template shows.
+        whole_turn: Whether the format reads reasoning itself, without a pair of markers around it.
+        markers: Marker strings by their part in the format.
+    """
+
+    name: ClassVar[str]
+    defaults: ClassVar[Mapping[str, str]] = {}
+    extra_stops: ClassVar[tuple[str, ...]] = ()
+    whole_turn: ClassVar[bool] = False
+
+    __slots__ = ("_added", "_close", "_open", "_openers", "markers", "marks")
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        self._added = added
+        self.markers = dict(markers)
+        self.marks = Marks(added, self.markers.values())
+        self._open = self._mark(OPEN)
+        self._close = self._mark(CLOSE)
+        self._openers = tuple(filter(None, self.openers()))
+
+    @classmethod
+    @abstractmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return the markers with which the template writes calls, or None where it is not this format's way."""
+
+    def openers(self) -> tuple[str, ...]:
+        """Return the strings that begin a block; empty where a call is the whole text."""
+        return ()
+
+    def block(self, region: Region) -> Block | None:  # noqa: ARG002 - a format without blocks reads none
+        """Read the block at ``region.start``.
+
+        Returns:
+            The block with its calls. Where it is not closed before ``region.limit`` (or before the next one opens),
+            the calls in it that are closed themselves come first and the unfinished one, with its error, last.
+            None where there is no block after all: the text is content.
+        """
+        return None
+
+    def _mark(self, key: str) -> str:
+        return self.marks.of(self.markers.get(key, ""))
+
+    def call_id(self, call_id: str, name: str, index: int) -> str:  # noqa: ARG002 - most formats write any id
+        """Return the id to render for the call ``index`` of a message; formats that write ids of their own form
+        make one from its place.
+        """
+        return call_id
+
+    @property
+    def closing(self) -> str:
+        """What closes open reasoning; empty where the format has no reasoning or its turn's close does it."""
+        return self.markers.get(CLOSE, "")
+
+    @property
+    def reasons(self) -> bool:
+        """Whether a turn of this format can hold reasoning."""
+        return bool(self._open)
+
+    def opened_by(self, prefix: str) -> bool:
+        """Return whether a text, with its markers as private characters, leaves reasoning open."""
+        if not self._open:
+            return False
+        opened = prefix.rfind(self._open)
+        return opened >= 0 and prefix.find(self._close, opened + len(self._open)) < 0
+
+    def reasoning_open(self, turn: TurnText) -> bool:
+        """Return whether reasoning is open where the turn ends."""
+        if not self._open:
+            return False
+        last_close = turn.text.rfind(self._close)
+        if turn.text.rfind(self._open) <= last_close and not (turn.opened and last_close < 0):
+            return False
+        # An opening marker inside a call opens nothing, which only a walk over the turn can tell.
+        scan = _Scan(self, turn, (), (self._open, self._close), self._openers)
+        scan.run()
+        return scan.thinking
+
+    def begins_call(self, text: str) -> bool | None:  # noqa: ARG002 - any text may, where nothing is known
+        """Return whether a text is the beginning of a call, None while that may still be. Asked of formats without
+        openers, to show no part of a call as text.
+        """
+        return True
+
+    def settled_by(self, prefix: str) -> bool:
+        """Return whether a generation prompt closed the turn's reasoning."""
+        return bool(self._close) and self._close in prefix
+
+    def live(self, prefix: str) -> Live:
+        """Return the walk over a turn that is still being sampled behind a generation prompt."""
+        return LiveScan(
+            self.marks,
+            (self._open, self._close),
+            self._openers,
+            self.begins_call,
+            opened=self.opened_by(prefix),
+            settled=self.settled_by(prefix),
+        )
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:  # noqa: ARG002
+        """Return the tag of one call or more, at most so many, of these tools; None where there is no such grammar."""
+        return None
+
+    def _beside_tag(self, calls: Tag) -> Tag:
+        """Return the tag of a text, of calls, or of a text with calls behind it."""
+        text = tags.free(*map(self.marks.plain, self._openers))
+        return tags.either(text, tags.sequence(text, calls))
+
+    def guide_tag(self, guide: Guide, prefix: str, calls: Tag | None) -> Tag:
+        """Return the tag of a turn behind a generation prompt.
+
+        Args:
+            guide: What it is held to besides its reasoning.
+            prefix: The generation prompt, with its markers as private characters.
+            calls: The tag of its calls, where it may have some.
+        """
+        markers = [*map(self.marks.plain, self._openers), self.markers.get(OPEN, ""), self.closing]
+        body = tags.held_tag(guide, calls, self._beside_tag, [each for each in markers if each])
+        if not self._open or self.settled_by(prefix):
+            return tags.sequence(tags.BLANK, body)
+        close = tags.sequence(tags.marked(self.closing, self._added), tags.BLANK)
+        thought = tags.sequence(tags.free(*markers), close)
+        if self.opened_by(prefix):
+            return tags.sequence(thought, body)
+        opener = tags.marked(self.markers[OPEN], self._added)
+        return tags.sequence(tags.BLANK, tags.optional(tags.sequence(opener, thought)), body)
+
+    def _marked(self, key: str) -> Tag:
+        """Return the tag of a marker; of an empty one, that of no text."""
+        return tags.marked(self.markers[key], self._added)
+
+    def parse(self, turn: TurnText, tools: Sequence[ToolSchema]) -> Parsed:
+        """Return what a turn means. Never raises, whatever was sampled."""
+        scan = _Scan(self, turn, tools, (self._open, self._close), self._openers)
+        return scan.run()
+
+
+class _Scan:
+    """One walk over a turn: reasoning, blocks, and the text around them.
+
+    Attributes:
+        thinking: Whether reasoning is open where the walk ended.
+    """
+
+    __slots__ = (
+        "_content",
+        "_format",
+        "_marks",
+        "_openers",
+        "_parsed",
+        "_settled",
+        "_text",
+        "_thoughts",
+        "_tools",
+        "_turn",
+        "thinking",
+    )
+
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        turn: TurnText,
+        tools: Sequence[ToolSchema],
+        reasoning: tuple[str, str],
+        openers: tuple[str, ...],
+    ) -> None:
+        self._format = chat_format
+        self._turn = turn
+        self._text = turn.text
+        self._tools = tools
+        self._marks = reasoning
+        self._openers = openers
+        self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._parsed = Parsed()
+        self._settled = turn.opened or chat_format.settled_by(turn.prefix)
+        self.thinking = False
+
+    def run(self) -> Parsed:
+        text, end = self._text, len(self._text)
+        opener, closer = self._marks
+        position = 0
+        if self._turn.opened:
+            position = self._think(0)
+        while position < end:
+            thought = text.find(opener, position) if opener else -1
+            stray = text.find(closer, position) if closer else -1
+            start = self._next_block(position, end)
+            first = min((at for at in (thought, stray, start) if at >= 0), default=end)
+            if first == end:
+                self._content.append(text[position:])
+                break
+            self._content.append(text[position:first])
+            if first == thought:
+                position = self._think(thought + len(opener))
+            elif first == stray:
+                position = stray + len(closer)
+                if not self._parsed.calls and not self._settled:
+                    # Nobody opened it, yet the model closed it: templates read what stands before as reasoning.
+                    self._thoughts += self._content
+                    self._content.clear()
+                self._settled = True
+            else:
+                position = self._block(start)
+        plain = self._format.marks.plain
+        self._parsed.content = plain("".join(self._content)).strip()
+        self._parsed.reasoning = plain("".join(self._thoughts)).strip()
+        return self._parsed
+
+    def _next_block(self, position: int, limit: int) -> int:
+        if self._openers:
+            found = [at for at in (self._text.find(opener, position, limit) for opener in self._openers) if at >= 0]
+            return min(found, default=-1)
+        if self._parsed.calls or "".join(self._content).strip():
+            return -1
+        start = skip_blanks(self._text, position)
+        return start if start < limit else -1
+
+    def _block(self, start: int) -> int:
+        block = self._format.block(Region(self._text, start, len(self._text), self._tools))
+        if block is None:
+            self._content.append(self._text[start])
+            return start + 1
+        calls = block.calls
+        if not block.closed and block.end >= len(self._text) and not self._turn.stopped:
+            calls = calls[:-1]
+        self._parsed.calls += calls
+        return max(block.end, start + 1)
+
+    def _think(self, position: int) -> int:
+        """Take reasoning from ``position``; return where it ends."""
+        text, closer = self._text, self._marks[1]
+        close = text.find(closer, position)
+        self.thinking = close < 0
+        self._settled = True
+        limit = len(text) if close < 0 else close
+        self._thoughts.append(text[position:limit])
+        at = position
+        while self._openers and (at := self._next_block(at, limit)) >= 0:
+            block = self._format.block(Region(text, at, limit, self._tools))
+            if block is None:
+                at += 1
+                continue
+            calls = block.calls
+            if not block.closed and block.end >= limit and (close >= 0 or not self._turn.stopped):
+                # A mention of the marker, or a call that was cut: reasoning text either way.
+                calls = calls[:-1]
+            self._parsed.calls += [replace(call, error=INSIDE_REASONING) for call in calls]
+            at = max(block.end, at + 1)
+        return limit if close < 0 else close + len(closer)
+
+
+class Plain(ChatFormat):
+    """Text and reasoning only."""
+
+    name: ClassVar[str] = "plain"
+
+    __slots__ = ()
+
+    @classmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return no markers where the template leaves calls out."""
+        return {} if probe.one is None or probe.FIRST not in probe.one else None
+
+    def begins_call(self, text: str) -> bool | None:  # noqa: ARG002
+        """No text does."""
+        return False

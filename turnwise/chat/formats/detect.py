@@ -1,0 +1,206 @@
+"""Which chat format a template writes, decided by what it writes and proven by reading it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.chat.formats import FORMATS
+from turnwise.chat.formats.core import CLOSE, OPEN, ChatFormat, Parsed, Probe, TurnText
+from turnwise.chat.formats.derive import common_start, reasoning_markers, split_added
+from turnwise.chat.probing import TemplateFacts, Wire
+from turnwise.chat.tokens import Tokens
+from turnwise.errors import RenderError
+from turnwise.types import ToolCall, ToolSchema
+
+_USUAL = ("<think>", "</think>")
+_TOOLS = tuple(
+    ToolSchema(
+        name,
+        "",
+        {"type": "object", "properties": {Probe.KEY: {"type": "string"}, Probe.NUMBER_KEY: {"type": "integer"}}},
+    )
+    for name in (Probe.FIRST, Probe.SECOND)
+)
+_FIRST = ToolCall("", Probe.FIRST, {Probe.KEY: Probe.VALUE, Probe.NUMBER_KEY: Probe.NUMBER})
+_SECOND = ToolCall("", Probe.SECOND, {Probe.KEY: Probe.VALUE})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A chat format and why it is the one.
+
+    Attributes:
+        format: The format, with the markers of this template.
+        source: ``auto``, ``config`` or ``turnwise_format.json``.
+        proof: What the template wrote and the format read back to the same message; empty if nothing.
+        unproven: What the template refuses, or writes so that it cannot be read back.
+    """
+
+    format: ChatFormat
+    source: str
+    proof: tuple[str, ...]
+    unproven: tuple[str, ...]
+
+
+def _conversations(facts: TemplateFacts) -> dict[str, tuple[Wire, Parsed]]:
+    text, thought = Probe.TEXT, Probe.THOUGHT
+    return {
+        "answer": (facts.assistant(text), Parsed(text)),
+        "one call": (facts.assistant(calls=1), Parsed(calls=[_FIRST])),
+        "two calls": (facts.assistant(calls=2), Parsed(calls=[_FIRST, _SECOND])),
+        "a call without arguments": (
+            facts.assistant(calls=1, bare=True),
+            Parsed(calls=[ToolCall("", Probe.FIRST, {})]),
+        ),
+        "text and a call": (facts.assistant(text, calls=1), Parsed(text, calls=[_FIRST])),
+        "reasoning and an answer": (facts.assistant(text, thought=thought), Parsed(text, thought)),
+        "reasoning and a call": (facts.assistant(thought=thought, calls=1), Parsed("", thought, [_FIRST])),
+    }
+
+
+def _same(found: Parsed, wanted: Parsed) -> bool:
+    calls = [(call.name, call.arguments, call.error) for call in found.calls]
+    return (
+        found.content == wanted.content
+        and found.reasoning == wanted.reasoning
+        and calls == [(call.name, call.arguments, None) for call in wanted.calls]
+    )
+
+
+def prove(chat_format: ChatFormat, facts: TemplateFacts, tokens: Tokens) -> tuple[list[str], list[str]]:
+    """Read back what the template writes. Returns the names of the conversations that agree, and of the others."""
+    generation = facts.prompt[len(facts.head) :]
+    agreed: list[str] = []
+    others: list[str] = []
+    for name, (message, wanted) in _conversations(facts).items():
+        said, begun = facts.said(message), generation
+        if said is None and (turn := facts.turn(message)) is not None:
+            # The generation prompt opens reasoning that a history leaves out: calls are read all the same.
+            begun = _common(generation, turn, tokens)
+            said = turn[len(begun) :]
+        good = said is not None and _same(_read_back(chat_format, said, begun, wanted, facts, tokens), wanted)
+        (agreed if good else others).append(name)
+    return agreed, others
+
+
+def _common(one: str, other: str, tokens: Tokens) -> str:
+    """Return how two texts begin alike, without part of an added token."""
+    common = ""
+    for left, right in zip(split_added(one, tokens.added), split_added(other, tokens.added), strict=False):
+        if left != right:
+            whole = left in tokens.added or right in tokens.added
+            return common if whole else common + common_start(left, right)
+        common += left
+    return common
+
+
+def _read_back(
+    chat_format: ChatFormat, said: str, begun: str, wanted: Parsed, facts: TemplateFacts, tokens: Tokens
+) -> Parsed:
+    """Return what a format makes of a turn of the template's own."""
+    marks = chat_format.marks
+    prefix = marks.read(tokens, tokens.encode(begun))
+    text = marks.read(tokens, tokens.encode(facts.cut(said, called=bool(wanted.calls))))
+    stop = facts.stop_behind(called=bool(wanted.calls))
+    if stop is not None and marks.holds(tokens.added[stop]):
+        text += marks.of(stop)
+    return chat_format.parse(TurnText(text, prefix, chat_format.opened_by(prefix), True), _TOOLS)
+
+
+def _reasoning(facts: TemplateFacts, tokens: Tokens) -> dict[str, str]:
+    """Return the markers around reasoning: the template's own, else the usual ones where the vocabulary has them."""
+    found = reasoning_markers(facts.probe)
+    if found:
+        return found
+    generation = facts.prompt[len(facts.head) :]
+    if all(token in tokens.added for token in _USUAL) or generation.rstrip().endswith(_USUAL[0]):
+        return {OPEN: _USUAL[0], CLOSE: _USUAL[1]}
+    return {}
+
+
+def _made(
+    format_class: type[ChatFormat], markers: Mapping[str, str], facts: TemplateFacts, tokens: Tokens
+) -> ChatFormat:
+    reasoning = {} if format_class.whole_turn else _reasoning(facts, tokens)
+    return format_class({**markers, **reasoning}, tokens.added)
+
+
+def _needed(facts: TemplateFacts) -> list[str]:
+    """Return the conversations that a format must read back: all those that the template writes in full."""
+    needed = ["answer"]
+    if facts.probe.one is not None and Probe.FIRST in facts.probe.one:
+        needed.append("one call")
+    if facts.probe.two is not None:
+        needed.append("two calls")
+    return needed
+
+
+def detect(facts: TemplateFacts, tokens: Tokens) -> Choice:
+    """Return the one format that reads back what the template writes.
+
+    Raises:
+        RenderError: There is none, or more than one.
+    """
+    found: list[Choice] = []
+    tried: list[str] = []
+    needed = _needed(facts)
+    for name, format_class in FORMATS.items():
+        markers = format_class.detect(facts.probe)
+        if markers is None:
+            continue
+        chat_format = _made(format_class, markers, facts, tokens)
+        agreed, others = prove(chat_format, facts, tokens)
+        missing = [conversation for conversation in needed if conversation not in agreed]
+        if missing:
+            tried.append(f"{name} (does not read back: {', '.join(missing)})")
+        else:
+            found.append(Choice(chat_format, "auto", tuple(agreed), tuple(others)))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        seen = f"{', '.join(choice.format.name for choice in found)} all read back what the template writes"
+    else:
+        wrote = facts.probe.one is not None and Probe.FIRST in facts.probe.one
+        shown = f"a call is written as {(facts.probe.one or '')[:200]!r}" if wrote else "calls are not written"
+        if facts.said(facts.assistant(Probe.TEXT)) is None:
+            shown += f", and an answer does not follow the generation prompt: {facts.probe.answer[:200]!r}"
+        seen = shown + (f"; tried: {', '.join(tried)}" if tried else "")
+    raise RenderError(
+        f"format: auto cannot tell which chat format this model speaks: {seen}. Set `format:` to one of "
+        f"{', '.join(FORMATS)}"
+    )
+
+
+def configured(name: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
+    """Return the format that a config names, with the template's own markers where it shows any.
+
+    Raises:
+        RenderError: There is no such format.
+    """
+    format_class = FORMATS.get(name)
+    if format_class is None:
+        raise RenderError(f"format: {name!r} is unknown; allowed: auto, {', '.join(FORMATS)}")
+    markers = format_class.detect(facts.probe) or dict(format_class.defaults)
+    chat_format = _made(format_class, markers, facts, tokens)
+    agreed, others = prove(chat_format, facts, tokens)
+    return Choice(chat_format, "config", tuple(agreed), tuple(others))
+
+
+def stored(saved: Mapping[str, Any], path: str, facts: TemplateFacts, tokens: Tokens) -> Choice:
+    """Return the format that a checkpoint was trained with.
+
+    Raises:
+        RenderError: The file does not hold what :func:`turnwise.chat.renderer.save_format` writes.
+    """
+    name, markers = saved.get("format"), saved.get("markers")
+    format_class = FORMATS.get(name) if isinstance(name, str) else None
+    if format_class is None or not isinstance(markers, dict):
+        raise RenderError(f"{path}: format {name!r} with markers {markers!r} is none of {', '.join(FORMATS)}")
+    missing = sorted(set(format_class.defaults) - set(markers))
+    if missing or not all(isinstance(value, str) for value in markers.values()):
+        raise RenderError(f"{path}: the markers of {name} must be strings and hold {', '.join(missing) or 'text'}")
+    chat_format = format_class(markers, tokens.added)
+    agreed, others = prove(chat_format, facts, tokens)
+    return Choice(chat_format, path, tuple(agreed), tuple(others))

@@ -1,0 +1,181 @@
+"""Calls that are written as JSON: reading one, and saying what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from itertools import islice
+from typing import Any, NoReturn
+
+from turnwise.types import Json, ToolCall
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_PLACES = 4
+"""How many places of a call are tried to find the text of its arguments, which are the first in all but odd calls."""
+_BLANK = re.compile(r"\s*")
+
+
+def skip_blanks(text: str, position: int) -> int:
+    """Return the first position from ``position`` on that holds no white space."""
+    match = _BLANK.match(text, position)
+    return match.end() if match else position
+
+
+def decode_at(text: str, position: int, *, strict: bool = True) -> tuple[Json, int]:
+    """Return the JSON value at ``position`` (after white space) and where it ends.
+
+    Args:
+        text: Any text.
+        position: Where to begin.
+        strict: Whether half surrogate pairs are refused. Text that holds markers as private characters is read
+            without, to find where a value ends, and then again as it reads.
+
+    Raises:
+        ValueError: There is none. The message says why, in words that a model can use.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, skip_blanks(text, position))
+        if strict and "\\u" in text[position:end]:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos - position}") from None
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair is no text") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value, end
+
+
+def decode_whole(text: str) -> Json:
+    """Return the JSON value that a text is, white space around it aside.
+
+    Raises:
+        ValueError: It is none.
+    """
+    value, end = decode_at(text, 0)
+    if skip_blanks(text, end) != len(text):
+        raise ValueError(f"there is more text behind the JSON value, at character {end}")
+    return value
+
+
+def arguments_of(value: Json) -> dict[str, Any]:
+    """Return the arguments of a call as an object; None and blank text are no arguments.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    if isinstance(value, str):
+        value = decode_whole(value) if value.strip() else None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"the arguments are a JSON {_kind(value)}, not an object")
+    return value
+
+
+def _kind(value: Json) -> str:
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "null")
+
+
+def named_arguments(name: str, raw: str, call_id: str = "") -> ToolCall:
+    """Return the call of a name whose arguments are a JSON text."""
+    raw = raw.strip()
+    if not name:
+        return ToolCall(call_id, "", {}, raw, "the call has no name")
+    try:
+        return ToolCall(call_id, name, arguments_of(decode_whole(raw) if raw else None), raw)
+    except ValueError as error:
+        return ToolCall(call_id, name, {}, raw, f"the arguments are not valid JSON: {error}")
+
+
+class JsonCalls:
+    """Reads calls that are objects with a name and arguments.
+
+    Args:
+        name_key: The key of the name.
+        arguments_key: The key of the arguments.
+        id_key: The key of the model's own call id, or empty.
+    """
+
+    __slots__ = ("_arguments", "_arguments_at", "_broken", "_id", "_name")
+
+    def __init__(self, name_key: str, arguments_key: str, id_key: str = "") -> None:
+        self._name = name_key
+        self._arguments = arguments_key
+        self._id = id_key
+        name, arguments = (re.escape(json.dumps(key, ensure_ascii=False)) for key in (name_key, arguments_key))
+        self._arguments_at = re.compile(rf"{arguments}\s*:\s*")
+        self._broken = re.compile(rf'\s*\{{\s*{name}\s*:\s*"([^"\\]*)"\s*(?:,\s*{arguments}\s*:\s*(.*))?', re.DOTALL)
+
+    def attempted(self, text: str) -> bool:
+        """Return whether a text begins like a call: with its name and the key of its arguments."""
+        match = self._broken.match(text)
+        return match is not None and match[2] is not None
+
+    def is_call(self, value: Json) -> bool:
+        """Return whether a JSON value is a call rather than an answer that merely is JSON."""
+        return isinstance(value, dict) and isinstance(value.get(self._name), str) and self._arguments in value
+
+    def read(self, raw: str) -> ToolCall:
+        """Return the call that a text is; with ``error`` where it is none."""
+        try:
+            value = decode_whole(raw)
+        except ValueError as error:
+            return self.broken(raw, f"the call is not valid JSON: {error}")
+        return self.from_value(value, raw)
+
+    def broken(self, raw: str, error: str) -> ToolCall:
+        """Return a call that cannot be used, with what can be made out of it."""
+        raw = raw.strip()
+        match = self._broken.match(raw)
+        if match is None:
+            return ToolCall("", "", {}, raw, error)
+        arguments = match[2]
+        if arguments is None:
+            return ToolCall("", match[1], {}, raw, error)
+        return ToolCall("", match[1], {}, arguments.rstrip().removesuffix("}").rstrip(), error)
+
+    def from_value(self, value: Json, raw: str) -> ToolCall:
+        """Return the call that a parsed value is; ``raw`` is its text."""
+        if not isinstance(value, dict):
+            return ToolCall("", "", {}, raw.strip(), f"the call is a JSON {_kind(value)}, not an object")
+        name, call_id = value.get(self._name), value.get(self._id) if self._id else None
+        identity = call_id if isinstance(call_id, str) else ""
+        text = self._arguments_text(value, raw)
+        if not isinstance(name, str) or not name:
+            return ToolCall(identity, "", {}, text, f"the call has no {json.dumps(self._name)}")
+        extra = value.keys() - {self._name, self._arguments, self._id, "type"}
+        if self._arguments not in value and extra:
+            return ToolCall(identity, name, {}, text, f"the call has no {json.dumps(self._arguments)}")
+        try:
+            return ToolCall(identity, name, arguments_of(value.get(self._arguments)), text)
+        except ValueError as error:
+            return ToolCall(identity, name, {}, text, str(error))
+
+    def _arguments_text(self, value: dict[str, Any], raw: str) -> str:
+        """Return the arguments as they were sampled; the whole text where they cannot be told apart."""
+        if self._arguments not in value:
+            return raw.strip()
+        wanted = value[self._arguments]
+        for match in islice(self._arguments_at.finditer(raw), _PLACES):
+            try:
+                found, end = decode_at(raw, match.end())
+            except ValueError:
+                continue
+            if found == wanted:
+                return raw[match.end() : end]
+        return raw.strip()

@@ -1,0 +1,282 @@
+"""What a turn says while it is still being sampled: text and reasoning that no later id can take back.
+
+What was shown of a kind is at any time the beginning of what the format's own parse of the whole turn says of it. Held
+back is whatever may still turn out to be something else: the beginning of a marker or of a stop string, white space at
+an end, half a character, and an answer whose reasoning nobody opened, as long as a closing marker could still make it
+reasoning.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from turnwise.chat.tokens import Marks, Tokens
+
+Kind = Literal["text", "reasoning"]
+_BROKEN = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A piece of what a turn says.
+
+    Attributes:
+        kind: What it is.
+        text: Never empty in what :class:`LiveTurn` returns.
+        fresh: Whether a message of its own begins with it, put on a new line behind the last one of its kind.
+    """
+
+    kind: Kind
+    text: str
+    fresh: bool = False
+
+
+class Live(ABC):
+    """A walk over a text that grows. Subclasses say what of it is certain."""
+
+    __slots__ = ("_text", "marks", "position")
+
+    def __init__(self, marks: Marks, begun: str = "") -> None:
+        self.marks = marks
+        self.position = 0
+        self._text = begun
+
+    def feed(self, more: str) -> list[Said]:
+        """Return what is certain of a turn that goes on with ``more``, in its order, markers spelled out."""
+        if not more:
+            return []
+        # What was walked over is never looked at again.
+        self.forget(self.position)
+        self._text += more
+        said: list[Said] = []
+        while (piece := self.step(self._text)) is not None:
+            if piece.text:
+                said.append(Said(piece.kind, self.marks.plain(piece.text), piece.fresh))
+        return said
+
+    def forget(self, count: int) -> None:
+        """Drop the first characters of the text."""
+        self._text = self._text[count:]
+        self.position -= count
+
+    @abstractmethod
+    def step(self, text: str) -> Said | None:
+        """Go on from ``position`` as far as is certain; None where that is nowhere."""
+
+
+def held(text: str, start: int, strings: Sequence[str]) -> int:
+    """Return where a text, from ``start`` on, may begin one of the strings without holding it whole; else its end."""
+    end = len(text)
+    longest = max((len(string) for string in strings), default=1) - 1
+    for at in range(max(start, end - longest), end):
+        if any(len(string) > end - at and text.startswith(string[: end - at], at) for string in strings):
+            return at
+    return end
+
+
+class LiveScan(Live):
+    """The walk over formats whose calls stand in blocks, or are the whole text.
+
+    Args:
+        marks: Those of the format.
+        reasoning: What opens and closes reasoning, as it looks in the text; empty where there is none.
+        openers: What opens a block.
+        begins: Where there are no openers: whether a text begins a call, None while that may still be.
+        opened: Whether reasoning is open where the turn begins.
+        settled: Whether reasoning was closed before, so that no marker makes reasoning of an answer.
+    """
+
+    __slots__ = ("_begins", "_begun", "_close", "_done", "_open", "_openers", "_searched", "_settled", "_thinking")
+
+    def __init__(
+        self,
+        marks: Marks,
+        reasoning: tuple[str, str],
+        openers: Sequence[str],
+        begins: Callable[[str], bool | None],
+        *,
+        opened: bool,
+        settled: bool,
+    ) -> None:
+        super().__init__(marks)
+        self._open, self._close = reasoning
+        self._openers = tuple(openers)
+        self._begins = begins
+        self._thinking = opened
+        self._settled = settled or opened or not self._close
+        self._begun = bool(openers)
+        self._done = False
+        self._searched = 0
+
+    def forget(self, count: int) -> None:
+        """Drop the first characters of the text."""
+        super().forget(count)
+        self._searched = max(self._searched - count, 0)
+
+    def step(self, text: str) -> Said | None:
+        """Go on as far as is certain."""
+        if self._done:
+            self.position = len(text)
+        if self.position >= len(text):
+            return None
+        return self._thought(text) if self._thinking else self._answer(text)
+
+    def _thought(self, text: str) -> Said | None:
+        start = self.position
+        close = text.find(self._close, start)
+        if close >= 0:
+            self._thinking = False
+            return self._take(close, self._close, "reasoning")
+        end = held(text, start, (self._close,))
+        return self._take(end, "", "reasoning") if end > start else None
+
+    def _answer(self, text: str) -> Said | None:
+        # Blocks come first: in a format's own parse they win where two markers stand at one place.
+        markers = [marker for marker in (*self._openers, self._open, self._close) if marker]
+        searched = max(self.position, self._searched)
+        places = [(at, marker) for marker in markers if (at := text.find(marker, searched)) >= 0]
+        first, marker = min(places, key=lambda place: place[0], default=(len(text), ""))
+        certain = held(text, searched, markers)
+        if certain < first:
+            first, marker = certain, ""
+        if not self._begun and not self._begins_nothing(text[self.position : first]):
+            return None
+        if marker and marker in self._openers:
+            self._done = True
+            return self._take(first, marker, "text") if self._settled else None
+        if marker == self._open and marker:
+            self._thinking = self._settled = True
+            return self._take(first, marker, "text")
+        if marker:
+            kind: Kind = "text" if self._settled else "reasoning"
+            if not self._settled:
+                # What nobody opened was reasoning all the same, so the answer has not begun.
+                self._settled, self._begun = True, bool(self._openers)
+            return self._take(first, marker, kind)
+        if not self._settled:
+            # A closing marker that nobody opened would make reasoning of all this.
+            self._searched = first
+            return None
+        return self._take(first, "", "text") if first > self.position else None
+
+    def _begins_nothing(self, text: str) -> bool:
+        """Whether an answer that begins with a text is no call."""
+        begin = text.lstrip()
+        if not begin:
+            return True
+        call = self._begins(begin)
+        self._done = call is True
+        self._begun = call is False
+        return self._begun
+
+    def _take(self, end: int, marker: str, kind: Kind) -> Said:
+        """Take the text up to a place, and the marker that stands there."""
+        start, self.position = self.position, end + len(marker)
+        return Said(kind, self._text[start:end])
+
+
+class LiveTurn:
+    """Reads the ids of one turn as they come.
+
+    Args:
+        tokens: The tokenizer.
+        live: The walk over the turn's text.
+        stop_ids: What ends a turn.
+        stops: Stop strings of the request: text ends before the first of them.
+    """
+
+    __slots__ = ("_ended", "_kinds", "_live", "_read", "_run", "_stop_ids", "_stops", "_tokens")
+
+    def __init__(self, tokens: Tokens, live: Live, stop_ids: frozenset[int], stops: Sequence[str] = ()) -> None:
+        self._tokens = tokens
+        self._live = live
+        self._stop_ids = stop_ids
+        self._stops = tuple(stops)
+        self._ended = False
+        self._run: list[int] = []
+        self._read = 0
+        self._kinds = {"text": _Shown(), "reasoning": _Shown()}
+
+    def feed(self, ids: Sequence[int]) -> list[Said]:
+        """Return what further ids say for certain, joined where one kind follows itself."""
+        said: list[Said] = []
+        for piece in self._live.feed("".join(self._texts(ids))):
+            text = self._kinds[piece.kind].more(piece, self._stops if piece.kind == "text" else ())
+            if text and said and said[-1].kind == piece.kind:
+                said[-1] = Said(piece.kind, said[-1].text + text)
+            elif text:
+                said.append(Said(piece.kind, text))
+        return said
+
+    def _texts(self, ids: Sequence[int]) -> Iterator[str]:
+        marks = self._live.marks
+        for number in ids:
+            if self._ended:
+                return
+            if number in self._stop_ids:
+                # What a format makes of its end is for the parse of the whole.
+                self._ended = True
+                yield self._grown(flush=True)
+            elif marks.holds(number):
+                yield self._grown(flush=True)
+                yield marks.read(self._tokens, [number])
+                self._run, self._read = [], 0
+            else:
+                self._run.append(number)
+        if not self._ended:
+            yield self._grown()
+
+    def _grown(self, *, flush: bool = False) -> str:
+        """Return the text that the newest ids of a run between markers add.
+
+        Only the ids before them, by which a decoder may read them differently, are read again.
+
+        Args:
+            flush: Whether half a character at the end is given as it is: nothing completes it.
+        """
+        if self._read == len(self._run):
+            return ""
+        before = self._tokens.decode_behind(self._run[: self._read])
+        now = self._tokens.decode_behind(self._run)
+        if not flush and (now.endswith(_BROKEN) or not now.startswith(before)):
+            return ""
+        del self._run[: self._read]
+        self._read = len(self._run)
+        return now[len(before) :]
+
+
+class _Shown:
+    """What was shown of one kind, and what of it is held back."""
+
+    __slots__ = ("_begins", "_ended", "_held", "_shown")
+
+    def __init__(self) -> None:
+        self._begins = True
+        self._ended = False
+        self._held = ""
+        self._shown = False
+
+    def more(self, piece: Said, stops: Sequence[str]) -> str:
+        """Return what can be shown, given a further piece."""
+        if self._ended:
+            return ""
+        text = piece.text
+        if piece.fresh:
+            self._held, self._begins = self._held.rstrip(), True
+        if self._begins:
+            text = text.lstrip()
+            if not text:
+                return ""
+            self._begins = False
+            if self._shown or self._held:
+                text = "\n" + text
+        text = self._held + text
+        places = [at for stop in stops if (at := text.find(stop)) >= 0]
+        self._ended = bool(places)
+        shown = text[: min(places) if places else held(text, 0, stops)].rstrip()
+        self._held = text[len(shown) :]
+        self._shown = self._shown or bool(shown)
+        return shown

@@ -1,0 +1,133 @@
+"""Mistral: a marker, then a JSON list of calls; or, in later models, a marker, a name and arguments for each.
+
+``[TOOL_CALLS][{"name": "f", "arguments": {...}, "id": "abcdefghi"}]`` and ``[TOOL_CALLS]f[ARGS]{...}``.
+An object of the list, or the arguments behind a name, are a call's own block: they stand although what follows
+was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from turnwise.chat.formats import tags
+from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
+from turnwise.chat.formats.derive import json_keys, json_span
+from turnwise.chat.formats.json_calls import JsonCalls, decode_at, named_arguments, skip_blanks
+from turnwise.chat.formats.tags import Tag
+from turnwise.types import ToolCall, ToolSchema
+
+
+class Mistral(ChatFormat):
+    """Calls behind one marker, as a list or one marker each."""
+
+    name: ClassVar[str] = "mistral"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "open": "[TOOL_CALLS]",
+        "separator": "",
+        "name": "name",
+        "arguments": "arguments",
+        "id": "id",
+    }
+
+    __slots__ = ("_begin", "_calls", "_separator")
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        super().__init__(markers, added)
+        self._begin = self._mark("open")
+        self._separator = self._mark("separator")
+        self._calls = JsonCalls(self.markers["name"], self.markers["arguments"], self.markers["id"])
+
+    @classmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return the markers where calls stand in a list, or behind a marker and their name."""
+        span = json_span(probe.one, probe.arguments)
+        if probe.one is None or span is None or probe.one[span.end :].strip():
+            return None
+        before = probe.one[: span.start].strip()
+        if isinstance(span.value, list) and len(span.value) == 1:
+            keys = json_keys(span.value[0], probe.FIRST, probe.arguments)
+            if keys is None or not before:
+                return None
+            id_key = next((key for key, value in span.value[0].items() if value == probe.ids[0]), "")
+            return {"open": before, "separator": "", "name": keys[0], "arguments": keys[1], "id": id_key}
+        if span.value != probe.arguments or before.count(probe.FIRST) != 1:
+            return None
+        opener, separator = (part.strip() for part in before.split(probe.FIRST))
+        if opener not in probe.added or (separator and separator not in probe.added):
+            return None
+        return {**cls.defaults, "open": opener, "separator": separator, "id": ""}
+
+    def openers(self) -> tuple[str, ...]:
+        """The marker begins a list, or one call."""
+        return (self._mark("open"),)
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of a list behind the marker, or of a marker, a name and arguments for each call.
+
+        Lists are told by the ids of their calls, the later way by its separator; a template with neither has no tag.
+        """
+        name, arguments, call_id = (self.markers[key] for key in ("name", "arguments", "id"))
+        opener = self._marked("open")
+        excludes = (self.markers["open"],)
+        if call_id:
+            objects = [tags.json_call(tool, name, arguments, excludes, id_key=call_id) for tool in tools]
+            calls = tags.joined(tags.either(*objects), tags.text(", "), most)
+            return tags.sequence(opener, tags.optional(tags.text(" ")), tags.text("["), calls, tags.text("]"))
+        if not self._separator:
+            return None
+        between = self._marked("separator")
+        named = (tags.sequence(tags.text(tool.name), between, tags.arguments(tool, excludes)) for tool in tools)
+        return tags.joined(tags.sequence(opener, tags.either(*named)), None, most)
+
+    def block(self, region: Region) -> Block | None:
+        """Read what stands behind the marker."""
+        text, limit = region.text, region.limit
+        position = skip_blanks(text, region.start + len(self._begin))
+        if text.startswith("[", position):
+            return self._list(text, position, limit)
+        return self._named(text, position, limit)
+
+    def _list(self, text: str, start: int, limit: int) -> Block:
+        calls: list[ToolCall] = []
+        position = skip_blanks(text, start + 1)
+        while position < limit and text[position] != "]":
+            try:
+                _, end = decode_at(text, position, strict=False)
+            except ValueError as error:
+                return self._broken(calls, text[position:limit], limit, f"the call is not valid JSON: {error}")
+            if end > limit:
+                break
+            raw = self.marks.plain(text[position:end])
+            calls.append(self._calls.read(raw))
+            position = skip_blanks(text, end)
+            if text.startswith(",", position):
+                position = skip_blanks(text, position + 1)
+            elif position < limit and text[position] != "]":
+                rest = text[position:limit]
+                return self._broken(calls, rest, limit, "the list of calls was not closed with ]")
+        if position >= limit:
+            return self._broken(calls, "", limit, "the list of calls was not closed with ]")
+        return Block(position + 1, tuple(calls))
+
+    def _broken(self, calls: list[ToolCall], rest: str, limit: int, error: str) -> Block:
+        return Block(limit, (*calls, self._calls.broken(self.marks.plain(rest), error)), closed=False)
+
+    def _named(self, text: str, start: int, limit: int) -> Block:
+        again = text.find(self._begin, start, limit)
+        end = again if again >= 0 else limit
+        brace = text.find("{", start, end)
+        at = text.find(self._separator, start, end) if self._separator else brace
+        if at < 0 or brace < 0:
+            raw = self.marks.plain(text[start:end]).strip()
+            return Block(end, (ToolCall("", "", {}, raw, "the call has no arguments"),), closed=False)
+        name = self.marks.plain(text[start:at]).strip()
+        position = at + len(self._separator) if self._separator else at
+        try:
+            _, stop = decode_at(text, position, strict=False)
+        except ValueError as error:
+            raw = self.marks.plain(text[position:end]).strip()
+            call = ToolCall("", name, {}, raw, f"the arguments are not valid JSON: {error}")
+            return Block(end, (call,), closed=False)
+        stop = min(stop, end)
+        return Block(stop, (named_arguments(name, self.marks.plain(text[position:stop])),))

@@ -1,0 +1,290 @@
+"""Pythonic calls: a list of calls in Python's syntax, ``[f(a=1, b='x'), g()]``, with markers around it or alone.
+
+Each call is its own block: it stands although the list was cut. A list of anything else is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
+from turnwise.types import Json, ToolCall
+
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*)?(?:\.\d+|\.)?(?:[eE][+-]?\d+)?")
+_WORDS: dict[str, Json] = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_HEX = {"x": 2, "u": 4, "U": 8}
+_DEPTH = 64
+
+
+class Unreadable(ValueError):
+    """What stands at a position is no literal or call.
+
+    Attributes:
+        at_end: Whether the text ended where more was needed.
+    """
+
+    def __init__(self, message: str, *, at_end: bool) -> None:
+        super().__init__(message)
+        self.at_end = at_end
+
+
+class Reader:
+    """Reads calls and literals from a text, from ``position`` on.
+
+    Attributes:
+        position: Where the next thing begins.
+    """
+
+    __slots__ = ("_end", "_text", "position")
+
+    def __init__(self, text: str, position: int, end: int) -> None:
+        self._text = text
+        self._end = end
+        self.position = position
+
+    def peek(self) -> str:
+        """Skip white space and return the next character, empty at the end."""
+        while self.position < self._end and self._text[self.position].isspace():
+            self.position += 1
+        return self._text[self.position] if self.position < self._end else ""
+
+    def take(self, wanted: str) -> bool:
+        """Go past a character if it is the next one."""
+        if self.peek() != wanted:
+            return False
+        self.position += 1
+        return True
+
+    def need(self, wanted: str) -> None:
+        """Go past a character. Raises Unreadable where another one stands."""
+        if not self.take(wanted):
+            found = self.peek()
+            raise Unreadable(
+                f"expected {wanted!r}, found {found!r}" if found else f"{wanted!r} is missing", at_end=not found
+            )
+
+    def name(self) -> str:
+        """Return a dotted name, empty where none stands."""
+        self.peek()
+        match = _NAME.match(self._text, self.position, self._end)
+        if match is None:
+            return ""
+        self.position = match.end()
+        return match[0]
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return name and arguments of the call at the position."""
+        name = self.name()
+        if not name:
+            raise Unreadable("a call begins with its name", at_end=not self.peek())
+        self.need("(")
+        arguments: dict[str, Any] = {}
+        while not self.take(")"):
+            key = self.name()
+            if not key or self.peek() != "=":
+                found = self.peek()
+                raise Unreadable("arguments are written as name=value", at_end=not found)
+            self.need("=")
+            arguments[key] = self.value(0)
+            if not self.take(","):
+                self.need(")")
+                break
+        return name, arguments
+
+    def value(self, depth: int) -> Json:
+        """Return the literal at the position."""
+        if depth > _DEPTH:
+            raise Unreadable("it is nested too deeply", at_end=False)
+        first = self.peek()
+        if first in ("'", '"') and first:
+            return self._string(first)
+        if first in ("[", "(") and first:
+            return self._items("]" if first == "[" else ")", depth)
+        if first == "{":
+            return self._mapping(depth)
+        word = self.name()
+        if word:
+            if word not in _WORDS:
+                raise Unreadable(f"{word!r} is no literal", at_end=self.position >= self._end)
+            return _WORDS[word]
+        return self._number()
+
+    def _items(self, close: str, depth: int) -> list[Json]:
+        self.position += 1
+        items: list[Json] = []
+        while not self.take(close):
+            items.append(self.value(depth + 1))
+            if not self.take(","):
+                self.need(close)
+                break
+        return items
+
+    def _mapping(self, depth: int) -> dict[str, Json]:
+        self.position += 1
+        mapping: dict[str, Json] = {}
+        while not self.take("}"):
+            key = self.value(depth + 1)
+            if not isinstance(key, str):
+                raise Unreadable("keys are strings", at_end=False)
+            self.need(":")
+            mapping[key] = self.value(depth + 1)
+            if not self.take(","):
+                self.need("}")
+                break
+        return mapping
+
+    def _number(self) -> int | float:
+        match = _NUMBER.match(self._text, self.position, self._end)
+        text = match[0].replace("_", "") if match else ""
+        at_end = self.position + len(match[0] if match else "") >= self._end
+        try:
+            value: int | float = int(text) if text.lstrip("+-").isdigit() else float(text)
+        except ValueError:
+            raise Unreadable("expected a value", at_end=at_end) from None
+        if value in (float("inf"), float("-inf")):
+            raise Unreadable(f"{text} is too large", at_end=False)
+        self.position += len(match[0]) if match else 0
+        return value
+
+    def _string(self, quote: str) -> str:
+        triple = quote * 3
+        close = triple if self._text.startswith(triple, self.position) else quote
+        position = self.position + len(close)
+        pieces: list[str] = []
+        while position < self._end:
+            if self._text.startswith(close, position):
+                self.position = position + len(close)
+                return "".join(pieces)
+            character = self._text[position]
+            if character != "\\":
+                pieces.append(character)
+                position += 1
+                continue
+            piece, position = self._escape(position + 1)
+            pieces.append(piece)
+        raise Unreadable("the string is not closed", at_end=True)
+
+    def _escape(self, position: int) -> tuple[str, int]:
+        """Return what a backslash means, and where the text goes on; one that means nothing stays as it is."""
+        if position >= self._end:
+            raise Unreadable("the string is not closed", at_end=True)
+        kind = self._text[position]
+        if kind in _HEX:
+            digits = self._text[position + 1 : min(position + 1 + _HEX[kind], self._end)]
+            try:
+                number = int(digits, 16)
+            except ValueError:
+                return "\\" + kind, position + 1
+            if len(digits) == _HEX[kind] and number < 0x110000 and not 0xD800 <= number < 0xE000:
+                return chr(number), position + 1 + _HEX[kind]
+            return "\\" + kind, position + 1
+        if kind in "'\"\\":
+            return kind, position + 1
+        return _ESCAPES.get(kind, "\\" + kind), position + 1
+
+
+_BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(", re.ASCII)
+_MAY_BEGIN = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?\Z", re.ASCII)
+
+
+class Pythonic(ChatFormat):
+    """Calls as Python would write them."""
+
+    name: ClassVar[str] = "pythonic"
+    defaults: ClassVar[Mapping[str, str]] = {"open": "", "close": ""}
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        super().__init__(markers, added)
+        self._begin = self._mark("open")
+        self._end = self._mark("close")
+
+    @classmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return the markers around a list of calls in Python's syntax."""
+        if probe.one is None:
+            return None
+        found = re.search(rf"\[\s*{probe.FIRST}\s*\(", probe.one)
+        if found is None:
+            return None
+        reader = Reader(probe.one, found.start() + 1, len(probe.one))
+        try:
+            name, arguments = reader.call()
+            reader.need("]")
+        except Unreadable:
+            return None
+        before, after = probe.one[: found.start()].strip(), probe.one[reader.position :].strip()
+        if name != probe.FIRST or arguments != probe.arguments or bool(before) != bool(after):
+            return None
+        return {"open": before, "close": after}
+
+    def openers(self) -> tuple[str, ...]:
+        """The marker, if there is one; else the list is the whole text."""
+        return (self._mark("open"),)
+
+    def begins_call(self, text: str) -> bool | None:
+        """A list whose first item is a name and an opening parenthesis is one of calls."""
+        if _BEGINS.match(text):
+            return True
+        return None if _MAY_BEGIN.match(text) else False
+
+    def block(self, region: Region) -> Block | None:
+        """Read the calls of a list."""
+        text, start, limit = region.text, region.start, region.limit
+        if not self._begin:
+            return self._list(text, start, limit, None) if _BEGINS.match(text, start) else None
+        inner = start + len(self._begin)
+        close = text.find(self._end, inner, limit)
+        again = text.find(self._begin, inner, limit)
+        if close < 0 or 0 <= again < close:
+            end = again if again >= 0 else limit
+            block = self._list(text, inner, end, None)
+            if not block.closed:
+                return Block(end, block.calls, closed=False)
+            raw = self.marks.plain(text[inner:end]).strip()
+            unclosed = ToolCall("", "", {}, raw, f"the calls were not closed with {self.markers['close']}")
+            return Block(end, (*block.calls, unclosed), closed=False)
+        return Block(close + len(self._end), self._list(text, inner, close, close).calls)
+
+    def _list(self, text: str, start: int, limit: int, close: int | None) -> Block:
+        """Read a list; ``close`` is where it must end, None where it ends with its own bracket."""
+        reader = Reader(text, start, limit)
+        calls: list[ToolCall] = []
+        begin = start
+        name = ""
+        try:
+            reader.need("[")
+            while not reader.take("]"):
+                reader.peek()
+                begin = reader.position
+                name = Reader(text, begin, limit).name()
+                called, arguments = reader.call()
+                raw = self.marks.plain(text[begin : reader.position])
+                calls.append(ToolCall("", called, self._plain(arguments), raw))
+                begin, name = reader.position, ""
+                if not reader.take(","):
+                    reader.need("]")
+                    break
+            if close is not None and reader.peek():
+                raise Unreadable("there is more text behind the list of calls", at_end=False)
+        except Unreadable as error:
+            raw = self.marks.plain(text[begin:limit]).strip()
+            broken = ToolCall("", name, {}, raw, f"the call cannot be read: {error}")
+            return Block(limit, (*calls, broken), closed=False)
+        return Block(reader.position, tuple(calls))
+
+    def _plain(self, arguments: dict[str, object]) -> dict[str, object]:
+        """Return arguments whose strings spell markers out."""
+        return {key: self._spell(value) for key, value in arguments.items()}
+
+    def _spell(self, value: object) -> object:
+        if isinstance(value, str):
+            return self.marks.plain(value)
+        if isinstance(value, list):
+            return [self._spell(item) for item in value]
+        return self._plain(value) if isinstance(value, dict) else value

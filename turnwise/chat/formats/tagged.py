@@ -1,0 +1,462 @@
+r"""Calls that are written as tags: a name, then keys and values without quotes.
+
+``<tool_call>f\\n<arg_key>k</arg_key>\\n<arg_value>v</arg_value>\\n</tool_call>``. A turn has no close of its own:
+the model ends it with the token that opens the next message.
+
+``<minimax:tool_call>\\n<invoke name="f">\\n<parameter name="k">v</parameter>\\n</invoke>\\n</minimax:tool_call>``. An
+invocation is a call's own block: it stands although the section was cut.
+
+``<tool_call>\\n<function=f>\\n<parameter=k>\\nv\\n</parameter>\\n</function>\\n</tool_call>``
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from turnwise.chat.formats import tags
+from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
+from turnwise.chat.formats.derive import common_start, first_marker, last_marker, split_added
+from turnwise.chat.formats.json_calls import decode_whole
+from turnwise.chat.formats.tags import Shape, Tag, choices_of, parameter_types, shapes, type_of, types_of
+from turnwise.chat.tokens import Marks
+from turnwise.types import Json, ToolCall, ToolSchema
+
+
+def coerce(text: str, types: frozenset[str]) -> Json:
+    """Return the value that a text stands for, where one of ``types`` may stand.
+
+    A string parameter takes the text as it is, ``null`` is None only where the schema allows null, and where
+    nothing is known of the parameter JSON is read as JSON and everything else as text.
+    """
+    if types == {"string"}:
+        return text
+    stripped = text.strip()
+    try:
+        value = decode_whole(stripped)
+    except ValueError:
+        value = _spoken(stripped, types)
+    if not types:
+        return value if value is not _NOTHING and not isinstance(value, str) else text
+    if value is not _NOTHING and not isinstance(value, str):
+        fitting = _fit(value, types)
+        if fitting is not _NOTHING:
+            return fitting
+    return text
+
+
+_NOTHING = object()
+
+
+def _spoken(text: str, types: frozenset[str]) -> Json:
+    """Read the words that Python writes for constants."""
+    word = text.lower()
+    if "boolean" in types and word in ("true", "false"):
+        return word == "true"
+    if "null" in types and word in ("null", "none"):
+        return None
+    return _NOTHING
+
+
+def _fit(value: Json, types: frozenset[str]) -> Json:
+    """Return the value in one of the allowed types, or ``_NOTHING``."""
+    kind = type_of(value)
+    if kind in types:
+        return value
+    if kind == "integer" and "number" in types:
+        return value
+    if kind == "number" and "integer" in types and math.isfinite(value) and value == math.floor(value):
+        return int(value)
+    return _NOTHING
+
+
+KEYS = ("section_open", "section_close", "open", "close", "head", "first", "value", "next", "end", "empty")
+"""Parts of the grammar: a call is ``open head NAME first KEY value VALUE next KEY value VALUE end close``, or
+``open head NAME empty close``; all calls may stand between ``section_open`` and ``section_close``."""
+
+
+def derive(probe: Probe) -> dict[str, str] | None:
+    """Return the grammar of a template, or None where it does not write calls this way."""
+    places = _places(probe)
+    if places is None or probe.bare is None or probe.one is None:
+        return None
+    name, key, value, number_key, number = places
+    one = probe.one
+    before = one[:name]
+    after = one[number + len(str(probe.NUMBER)) :]
+    first = one[name + len(probe.FIRST) : key]
+    separator = one[key + len(probe.KEY) : value]
+    following = one[value + len(probe.VALUE) : number_key]
+    if separator != one[number_key + len(probe.NUMBER_KEY) : number] or not (first and separator and following):
+        return None
+    if probe.FIRST not in probe.bare:
+        return None
+    empty = probe.bare.split(probe.FIRST, 1)[1]
+    opener, closer = first_marker(before, probe.added), last_marker(after, probe.added)
+    if not opener or not closer:
+        return None
+    grammar = {"section_open": "", "section_close": "", "open": opener, "close": closer}
+    before, after, empty = _behind(before, opener), _ahead(after, closer), _ahead(empty, closer)
+    if probe.two is not None and probe.two.count(opener) == 1:
+        # One pair of markers around all calls: each call has its own pair within.
+        inner = last_marker(after, probe.added)
+        head = before.strip()
+        if not inner or not head:
+            return None
+        grammar |= {"section_open": opener, "section_close": closer, "open": head, "close": inner}
+        before, after, empty = "", _ahead(after, inner), _ahead(empty, inner)
+    return grammar | {
+        "head": before.lstrip(),
+        "first": first,
+        "value": separator,
+        "next": following,
+        "end": after,
+        "empty": empty,
+    }
+
+
+def _places(probe: Probe) -> list[int] | None:
+    """Return where name, key, value, key and value stand in a call, in this order; None if they do not."""
+    if probe.one is None:
+        return None
+    words = [probe.FIRST, probe.KEY, probe.VALUE, probe.NUMBER_KEY, str(probe.NUMBER)]
+    if any(probe.one.count(word) != 1 for word in words):
+        return None
+    places = [probe.one.index(word) for word in words]
+    quoted = probe.one[places[2] - 1 : places[2]] in ('"', "'")
+    return places if places == sorted(places) and not quoted else None
+
+
+def _behind(text: str, marker: str) -> str:
+    return text.lstrip().removeprefix(marker)
+
+
+def _ahead(text: str, marker: str) -> str:
+    return text.rstrip().removesuffix(marker)
+
+
+def _loose(text: str) -> str:
+    """Return a pattern for a text whose white space is free."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
+
+
+def _padded(text: str, *, at_end: bool) -> str:
+    """Return a pattern for a text that touches a value: the white space at that side is the template's or none."""
+    core = text.rstrip() if at_end else text.lstrip()
+    pad = text[len(core) :] if at_end else text[: len(text) - len(core)]
+    loose = f"(?:{re.escape(pad)})?" if pad else ""
+    return _loose(core) + loose if at_end else loose + _loose(core)
+
+
+class Tagged:
+    """Reads the inside of one call.
+
+    Args:
+        markers: The grammar, see :data:`KEYS`.
+        marks: How markers look in the text.
+    """
+
+    __slots__ = (
+        "_empty",
+        "_end",
+        "_first",
+        "_head",
+        "_markers",
+        "_next",
+        "_value",
+        "close",
+        "open",
+        "plain",
+        "section",
+    )
+
+    def __init__(self, markers: Mapping[str, str], marks: Marks) -> None:
+        part = {key: marks.of(markers[key]) for key in KEYS}
+        self.plain = marks.plain
+        self.open, self.close = part["open"], part["close"]
+        self.section = (part["section_open"], part["section_close"]) if part["section_open"] else None
+        self._markers = markers
+        self._head = re.compile(r"\s*" + _loose(part["head"]))
+        # White space before these belongs to a name or key, which is stripped: a pattern that begins with it would
+        # take quadratic time on long runs of blanks.
+        self._first = re.compile(_loose(part["first"].lstrip()))
+        self._value = re.compile(_padded(part["value"].lstrip(), at_end=True))
+        self._next = re.compile(_padded(part["next"], at_end=False))
+        self._end = re.compile(_padded(part["end"], at_end=False) + r"\s*\Z")
+        self._empty = re.compile(_loose(part["empty"].strip()) + r"\Z")
+
+    def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:
+        """Return the call that stands between a call's own markers."""
+        plain = self.plain
+        raw = plain(inner).strip()
+        head = self._head.match(inner)
+        if head is None:
+            return ToolCall("", "", {}, raw, f"the call does not begin with {self._markers['head'].strip()!r}")
+        first = self._first.search(inner, head.end())
+        if first is None:
+            rest = inner[head.end() :].rstrip()
+            empty = self._empty.search(rest)
+            if empty is None:
+                return ToolCall("", "", {}, raw, "the call's tags are not closed")
+            return self._named(plain(rest[: empty.start()]).strip(), {}, raw)
+        name = plain(inner[head.end() : first.start()]).strip()
+        arguments: dict[str, Json] = {}
+        types = parameter_types(tools, name)
+        position = first.end()
+        while True:
+            value = self._value.search(inner, position)
+            if value is None:
+                return ToolCall("", name, {}, raw, "a parameter has no value")
+            key = plain(inner[position : value.start()]).strip()
+            following = self._next.search(inner, value.end())
+            stop = following or self._end.search(inner, value.end())
+            if stop is None:
+                return ToolCall("", name, {}, raw, f"the parameter {key!r} is not closed")
+            text = plain(inner[value.end() : stop.start()])
+            arguments[key] = coerce(text, types.get(key, frozenset()))
+            if following is None:
+                return self._named(name, arguments, raw)
+            position = following.end()
+
+    def one(self, text: str, start: int, limit: int, tools: Sequence[ToolSchema]) -> Block:
+        """Read the call whose opening marker stands at ``start``."""
+        inner = start + len(self.open)
+        close = text.find(self.close, inner, limit)
+        again = text.find(self.open, inner, limit)
+        if close < 0 or 0 <= again < close:
+            end = again if again >= 0 else limit
+            broken = self.read(text[inner:end], tools)
+            error = f"the call was not closed with {self.plain(self.close)}"
+            return Block(end, (ToolCall("", broken.name, {}, broken.raw, error),), closed=False)
+        return Block(close + len(self.close), (self.read(text[inner:close], tools),))
+
+    @staticmethod
+    def _named(name: str, arguments: dict[str, Json], raw: str) -> ToolCall:
+        if not name or re.search(r"\s", name):
+            return ToolCall("", "", {}, raw, "the call has no name")
+        return ToolCall("", name, arguments, raw)
+
+
+def tagged_block(call: Tagged, region: Region) -> Block:
+    """Read the block at ``region.start``: one call, or a section of them."""
+    text, start, limit, tools = region.text, region.start, region.limit, region.tools
+    if not call.section:
+        return call.one(text, start, limit, tools)
+    opener, closer = call.section
+    position = start + len(opener)
+    calls: list[ToolCall] = []
+    while True:
+        begin = text.find(call.open, position, limit)
+        close = text.find(closer, position, limit)
+        if begin < 0 or 0 <= close < begin:
+            if close >= 0:
+                return Block(close + len(closer), tuple(calls))
+            raw = call.plain(text[position:limit]).strip()
+            unclosed = ToolCall("", "", {}, raw, f"the calls were not closed with {call.plain(closer)}")
+            return Block(limit, (*calls, unclosed), closed=False)
+        block = call.one(text, begin, limit if close < 0 else close, tools)
+        calls += block.calls
+        position = block.end
+        if not block.closed and block.end >= limit:
+            return Block(limit, tuple(calls), closed=False)
+
+
+def tagged_calls(
+    markers: Mapping[str, str], added: Mapping[str, int], tools: Sequence[ToolSchema], most: int | None
+) -> Tag:
+    """Return the tag of one call or more, at most so many, by a grammar (see :data:`KEYS`)."""
+    grammar = _Grammar(markers, added)
+    inner = tags.either(*(tags.sequence(tags.text(tool.name), grammar.parameters(tool)) for tool in tools))
+    before = [grammar.tag("open")]
+    if markers["head"]:
+        # An element that holds the name may stand on a line of its own.
+        before += [tags.BLANK, grammar.tag("head")]
+    calls = tags.joined(tags.sequence(*before, inner, grammar.tag("close")), tags.BLANK, most)
+    if not markers["section_open"]:
+        return calls
+    return tags.sequence(grammar.tag("section_open"), tags.BLANK, calls, tags.BLANK, grammar.tag("section_close"))
+
+
+class _Grammar:
+    """Writes the tags of parameters: ``first KEY value VALUE wall``, then ``next`` and another one, or ``end``."""
+
+    __slots__ = ("_added", "_markers", "_wall", "_word")
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        self._markers = markers
+        self._added = added
+        # What stands behind a value, whether or not another parameter follows.
+        wall = ""
+        for one, other in zip(*(split_added(markers[key], added) for key in ("next", "end")), strict=False):
+            whole = one in added or other in added
+            wall += (one if one == other else "") if whole else common_start(one, other)
+            if one != other:
+                break
+        self._wall = wall
+        self._word = (wall.split() or [""])[0]
+
+    def tag(self, key: str) -> Tag:
+        """Return the tag of a part; of ``next`` and ``end``, what stands behind a value's wall."""
+        text = self._markers[key]
+        return tags.marked(text[len(self._wall) :] if key in ("next", "end") else text, self._added)
+
+    def parameters(self, tool: ToolSchema) -> Tag:
+        """Return the tag of a call's parameters, behind its name, in the order of the schema."""
+        return tags.either(*(self._shape(tool, shape) for shape in shapes(tool.parameters)))
+
+    def _shape(self, tool: ToolSchema, shape: Shape) -> Tag:
+        """Return the tag of one set of parameters."""
+        begun, none = self.tag("end"), self.tag("empty")
+        for key, schema in reversed(shape.properties.items()):
+            wall = tags.marked(self._wall, self._added)
+            pair = (tags.text(key), self.tag("value"), self._value(tool, schema), wall)
+            first = tags.sequence(self.tag("first"), *pair, begun)
+            more = tags.sequence(self.tag("next"), *pair, begun)
+            if key in shape.required:
+                begun, none = more, first
+            else:
+                begun, none = tags.either(more, begun), tags.either(first, none)
+        return none
+
+    def _value(self, tool: ToolSchema, schema: Any) -> Tag:
+        """Return the tag of a parameter's value: the text of a string as it is, anything else as JSON."""
+        choices = choices_of(schema, tool.parameters) or []
+        if any(isinstance(each, str) for each in choices):
+            return tags.either(*(tags.text(each if isinstance(each, str) else json.dumps(each)) for each in choices))
+        types = types_of(schema, tool.parameters)
+        if not types or "string" in types:
+            return tags.free(self._word)
+        shared: dict[str, Json] = {
+            word: tool.parameters[word] for word in ("$defs", "definitions") if word in tool.parameters
+        }
+        return tags.json_value({**shared, **schema}, (self._word,))
+
+
+class Glm(ChatFormat):
+    """Calls as a name with key and value elements."""
+
+    name: ClassVar[str] = "glm"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "section_open": "",
+        "section_close": "",
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "head": "",
+        "first": "\n<arg_key>",
+        "value": "</arg_key>\n<arg_value>",
+        "next": "</arg_value>\n<arg_key>",
+        "end": "</arg_value>\n",
+        "empty": "\n",
+    }
+    extra_stops: ClassVar[tuple[str, ...]] = ("<|observation|>", "<|user|>")
+
+    __slots__ = ("_call",)
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        super().__init__(markers, added)
+        self._call = Tagged(self.markers, self.marks)
+
+    @classmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return the grammar where the name follows the opening marker and calls have no common section."""
+        markers = derive(probe)
+        return markers if markers and not markers["head"] and not markers["section_open"] else None
+
+    def openers(self) -> tuple[str, ...]:
+        """Each call begins with its own marker."""
+        return (self._mark("open"),)
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of calls, their parameters in the order of the schema."""
+        return tagged_calls(self.markers, self._added, tools, most)
+
+    def block(self, region: Region) -> Block | None:
+        """Read one call."""
+        return tagged_block(self._call, region)
+
+
+class MiniMax(ChatFormat):
+    """Calls as elements of one section."""
+
+    name: ClassVar[str] = "minimax"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "section_open": "<minimax:tool_call>",
+        "section_close": "</minimax:tool_call>",
+        "open": '<invoke name="',
+        "close": "</invoke>",
+        "head": "",
+        "first": '">\n<parameter name="',
+        "value": '">',
+        "next": '</parameter>\n<parameter name="',
+        "end": "</parameter>\n",
+        "empty": '">\n',
+    }
+
+    __slots__ = ("_call",)
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        super().__init__(markers, added)
+        self._call = Tagged(self.markers, self.marks)
+
+    @classmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return the grammar where one pair of markers stands around all calls."""
+        markers = derive(probe)
+        return markers if markers and markers["section_open"] else None
+
+    def openers(self) -> tuple[str, ...]:
+        """The section begins with its marker."""
+        return (self._mark("section_open"),)
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of calls, their parameters in the order of the schema."""
+        return tagged_calls(self.markers, self._added, tools, most)
+
+    def block(self, region: Region) -> Block | None:
+        """Read the section, call by call."""
+        return tagged_block(self._call, region)
+
+
+class Qwen3Coder(ChatFormat):
+    """Calls as tags whose names hold the function's and the parameters' names."""
+
+    name: ClassVar[str] = "qwen3_coder"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "section_open": "",
+        "section_close": "",
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "head": "<function=",
+        "first": ">\n<parameter=",
+        "value": ">\n",
+        "next": "\n</parameter>\n<parameter=",
+        "end": "\n</parameter>\n</function>\n",
+        "empty": ">\n</function>\n",
+    }
+
+    __slots__ = ("_call",)
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        super().__init__(markers, added)
+        self._call = Tagged(self.markers, self.marks)
+
+    @classmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return the grammar where a tag stands before the name and calls have no common section."""
+        markers = derive(probe)
+        return markers if markers and markers["head"] and not markers["section_open"] else None
+
+    def openers(self) -> tuple[str, ...]:
+        """Each call begins with its own marker."""
+        return (self._mark("open"),)
+
+    def calls_tag(self, tools: Sequence[ToolSchema], most: int | None) -> Tag | None:
+        """Return the tag of calls, their parameters in the order of the schema."""
+        return tagged_calls(self.markers, self._added, tools, most)
+
+    def block(self, region: Region) -> Block | None:
+        """Read one call."""
+        return tagged_block(self._call, region)

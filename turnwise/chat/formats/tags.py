@@ -1,0 +1,342 @@
+"""Grammars of completions, as structural tags: the JSON that xgrammar reads and vLLM passes on.
+
+A marker that is an added token is that token's id and nothing else: the same text spelled in pieces is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.chat.tokens import alternatives
+from turnwise.types import Guide, Json, ToolSchema
+
+_DEPTH = 8
+_MOST_SHAPES = 16
+_COMPOSED = ("$ref", "allOf", "anyOf", "oneOf")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One set of parameters that a tool may be called with.
+
+    Attributes:
+        properties: Their schemas by name, in the order of the schema.
+        required: Those that must be there.
+    """
+
+    properties: dict[str, Any] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+
+
+def shapes(parameters: Mapping[str, Any]) -> list[Shape]:
+    """Return the sets of parameters that a schema allows, one for each of its alternatives.
+
+    Of more than 16 there is one: all parameters, and those required that all of them require.
+    """
+    found: list[Shape] = []
+    for shape in _shapes(parameters, parameters, {}):
+        unnamed: dict[str, Any] = {key: {} for key in sorted(shape.required - shape.properties.keys())}
+        whole = Shape({**shape.properties, **unnamed}, shape.required)
+        if whole not in found:
+            found.append(whole)
+    return found
+
+
+def names_all(parameters: Mapping[str, Any]) -> bool:
+    """Return whether a schema names all its parameters itself, so that it can be closed to others."""
+    properties, required = parameters.get("properties"), parameters.get("required")
+    named = properties if isinstance(properties, Mapping) else {}
+    wanted = required if isinstance(required, list) else []
+    return not any(word in parameters for word in _COMPOSED) and all(key in named for key in wanted)
+
+
+def parameter_types(tools: Sequence[ToolSchema], name: str) -> dict[str, frozenset[str]]:
+    """Return the JSON types that each parameter of a tool may have; none for those that may have any."""
+    found: dict[str, frozenset[str]] = {}
+    root = next((tool.parameters for tool in tools if tool.name == name), {})
+    for shape in shapes(root):
+        for key, schema in shape.properties.items():
+            types = types_of(schema, root)
+            # One alternative that allows any value allows it.
+            known = found.get(key, types)
+            found[key] = known | types if known and types else frozenset()
+    return found
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a parameter's schema names; empty where it names none."""
+    return frozenset(_types(schema, root, set()))
+
+
+def choices_of(schema: Any, root: Mapping[str, Any]) -> list[Json] | None:
+    """Return the values that a parameter's schema lists (``const``, ``enum``), None where it lists none."""
+    return next(_choices(schema, root, set()), None)
+
+
+def _shapes(node: Any, root: Mapping[str, Any], known: dict[str, list[Shape]], depth: int = _DEPTH) -> list[Shape]:
+    if not isinstance(node, Mapping) or depth == 0:
+        return [Shape()]
+    properties, required = node.get("properties"), node.get("required")
+    named = dict(properties) if isinstance(properties, Mapping) else {}
+    wanted = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+    found = [Shape(named, frozenset(wanted))]
+    options = [_referred(node["$ref"], root, known, depth)] if isinstance(node.get("$ref"), str) else []
+    groups = [[part] for part in node["allOf"]] if isinstance(node.get("allOf"), list) else []
+    groups += [node[word] for word in ("anyOf", "oneOf") if isinstance(node.get(word), list) and node[word]]
+    options += [[shape for part in group for shape in _shapes(part, root, known, depth - 1)] for group in groups]
+    for others in options:
+        found = _few([_merged(one, other) for one in found for other in _few(others)])
+    return found
+
+
+def _referred(reference: str, root: Mapping[str, Any], known: dict[str, list[Shape]], depth: int) -> list[Shape]:
+    if reference not in known:
+        # A schema that refers to itself adds nothing to itself.
+        known[reference] = [Shape()]
+        known[reference] = _shapes(_resolve(reference, root), root, known, depth - 1)
+    return known[reference]
+
+
+def _merged(one: Shape, other: Shape) -> Shape:
+    properties = dict(one.properties)
+    for key, schema in other.properties.items():
+        known = properties.get(key, schema)
+        properties[key] = schema if known == schema else {"allOf": [known, schema]}
+    return Shape(properties, one.required | other.required)
+
+
+def _few(found: list[Shape]) -> list[Shape]:
+    if len(found) <= _MOST_SHAPES:
+        return found
+    properties: dict[str, Any] = {}
+    for shape in found:
+        for key, schema in shape.properties.items():
+            # What the alternatives say differently is not known.
+            properties[key] = schema if properties.get(key, schema) == schema else {}
+    return [Shape(properties, frozenset.intersection(*(shape.required for shape in found)))]
+
+
+def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = _DEPTH) -> Iterator[str]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        yield kind
+    elif isinstance(kind, list):
+        yield from (item for item in kind if isinstance(item, str))
+    else:
+        if "const" in schema:
+            yield type_of(schema["const"])
+        for value in schema["enum"] if isinstance(schema.get("enum"), list) else ():
+            yield type_of(value)
+        for word in ("anyOf", "oneOf", "allOf"):
+            for branch in schema[word] if isinstance(schema.get(word), list) else ():
+                yield from _types(branch, root, seen, depth - 1)
+        yield from (kind for part in _new(schema, root, seen) for kind in _types(part, root, seen, depth - 1))
+    if schema.get("nullable") is True:
+        yield "null"
+
+
+def _choices(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = _DEPTH) -> Iterator[list[Json]]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return
+    if "const" in schema:
+        yield [schema["const"]]
+    elif isinstance(schema.get("enum"), list) and schema["enum"]:
+        yield schema["enum"]
+    else:
+        together = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+        for part in [*together, *_new(schema, root, seen)]:
+            yield from _choices(part, root, seen, depth - 1)
+
+
+def _new(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str]) -> list[Any]:
+    """Return what a schema refers to, unless that was seen: going through it again would take without end."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or reference in seen:
+        return []
+    seen.add(reference)
+    return [_resolve(reference, root)]
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    node: Any = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
+    return node
+
+
+def type_of(value: Json) -> str:
+    """Return the JSON type of a value."""
+    if value is None:
+        return "null"
+    kinds: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return kinds.get(type(value), "object")
+
+
+Tag = dict[str, Any]
+
+KINDS = frozenset(
+    {"const_string", "token", "json_schema", "regex", "any_text", "sequence", "or", "optional", "star", "plus"}
+)
+"""What a tag's ``type`` may be."""
+
+_UNHELD = frozenset(
+    {
+        "not", "if", "then", "else", "contains", "minContains", "maxContains", "multipleOf", "dependentSchemas",
+        "dependentRequired", "dependencies", "propertyNames", "unevaluatedProperties", "unevaluatedItems",
+        "$dynamicRef", "$recursiveRef",
+    }
+)  # fmt: skip
+_LENGTHS = ("minLength", "maxLength")
+
+
+def text(value: str) -> Tag:
+    """Return the tag of exactly this text."""
+    return {"type": "const_string", "value": value}
+
+
+def json_value(schema: Mapping[str, Any], excludes: Sequence[str] = ()) -> Tag:
+    """Return the tag of a JSON value by its schema.
+
+    Args:
+        schema: The JSON schema.
+        excludes: Texts that none of its strings may hold. They are left out where the schema limits the length of a
+            string, which the engine would then no longer do.
+    """
+    tag: Tag = {"type": "json_schema", "json_schema": dict(schema)}
+    if excludes and not any(key in _LENGTHS for key in _keywords(schema)):
+        tag["excludes"] = list(excludes)
+    return tag
+
+
+def free(*excludes: str) -> Tag:
+    """Return the tag of any text that holds none of these."""
+    return {"type": "any_text", "excludes": [each for each in excludes if each]}
+
+
+def pattern(regex: str) -> Tag:
+    """Return the tag of a text that a regular expression matches."""
+    return {"type": "regex", "pattern": regex}
+
+
+def sequence(*parts: Tag) -> Tag:
+    """Return the tag of one behind the other."""
+    flat: list[Tag] = []
+    for part in parts:
+        flat += part["elements"] if part["type"] == "sequence" else [part]
+    return flat[0] if len(flat) == 1 else {"type": "sequence", "elements": flat}
+
+
+def either(*parts: Tag) -> Tag:
+    """Return the tag of one of several."""
+    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
+
+
+def optional(part: Tag) -> Tag:
+    """Return the tag of a part that may be missing."""
+    return {"type": "optional", "content": part}
+
+
+def star(part: Tag) -> Tag:
+    """Return the tag of a part any number of times."""
+    return {"type": "star", "content": part}
+
+
+def marked(literal: str, added: Mapping[str, int]) -> Tag:
+    """Return the tag of a literal: its added tokens as ids, what stands between them as text."""
+    known = alternatives(added)
+    pieces = [piece for piece in re.split(f"({known.pattern})", literal) if piece] if known else [literal]
+    pieces = pieces or [literal]
+    return sequence(*({"type": "token", "token": added[each]} if each in added else text(each) for each in pieces))
+
+
+def joined(part: Tag, separator: Tag | None, most: int | None) -> Tag:
+    """Return the tag of a part at least once and at most so often, None without end, with a separator between."""
+    if most == 1:
+        return part
+    following = part if separator is None else sequence(separator, part)
+    if most is None:
+        return sequence(part, star(following))
+    rest = optional(following)
+    for _ in range(most - 2):
+        rest = optional(sequence(following, rest))
+    return sequence(part, rest)
+
+
+def unheld(schema: Any) -> str | None:
+    """Return the first keyword of a JSON schema that engines accept and do not hold answers to, or None."""
+    for node in _schemas(schema):
+        for key, value in node.items():
+            if key in _UNHELD and value not in (True, {}):
+                return key
+        if node.get("uniqueItems") is True:
+            return "uniqueItems"
+        if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
+            return "allOf"
+        if node.get("patternProperties") and node.get("properties"):
+            return "patternProperties"
+    return None
+
+
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a JSON schema and those within it; what stands under ``enum``, ``const`` and the like is none."""
+    left = [schema]
+    while left:
+        node = left.pop()
+        if not isinstance(node, Mapping):
+            continue
+        yield node
+        for key, value in node.items():
+            if key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
+                left.extend(value.values() if isinstance(value, Mapping) else ())
+            elif key in ("items", "additionalProperties", "not", "contains"):
+                left.extend(value if isinstance(value, list) else [value])
+            elif key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+                left.extend(value if isinstance(value, list) else ())
+
+
+def _keywords(schema: Any) -> Iterable[str]:
+    return (key for node in _schemas(schema) for key in node)
+
+
+BLANK = optional(either(text("\n\n"), text("\n")))
+"""The line breaks, or none, that stand between parts of a turn."""
+
+
+def arguments(tool: ToolSchema, excludes: Sequence[str] = ()) -> Tag:
+    """Return the tag of a tool's arguments as a JSON object, without any that its schema does not name.
+
+    A schema that names them elsewhere than at its top (``$ref``, ``anyOf``, ...) is not closed to others: it would be
+    closed to those as well.
+    """
+    closed = {"additionalProperties": False} if names_all(tool.parameters) else {}
+    return json_value({"type": "object", **closed, **tool.parameters}, excludes)
+
+
+def json_call(tool: ToolSchema, name_key: str, arguments_key: str, excludes: Sequence[str], *, id_key: str = "") -> Tag:
+    """Return the tag of a call that is a JSON object with these keys."""
+    begin = f"{{{json.dumps(name_key)}: {json.dumps(tool.name)}, {json.dumps(arguments_key)}: "
+    end = sequence(text(f', {json.dumps(id_key)}: "'), pattern("[a-zA-Z0-9]{9}"), text('"}')) if id_key else text("}")
+    return sequence(text(begin), arguments(tool, excludes), end)
+
+
+def held_tag(guide: Guide, calls: Tag | None, beside: Callable[[Tag], Tag], markers: Sequence[str]) -> Tag:
+    """Return the tag of what stands behind a turn's reasoning.
+
+    Args:
+        guide: What it is held to.
+        calls: The tag of its calls, where it may have some.
+        beside: Returns the tag of a free text or calls.
+        markers: Texts that a JSON text must not hold.
+    """
+    if calls is not None and not guide.text:
+        return calls
+    if guide.schema is None:
+        return free() if calls is None else beside(calls)
+    said = json_value(guide.schema, markers)
+    return said if calls is None else either(said, calls)

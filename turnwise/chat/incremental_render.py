@@ -1,0 +1,267 @@
+"""What a template writes behind a sampled turn, without rendering the conversation.
+
+The proof, once for each shape (roles and call counts of the new messages, calls of the last turn, tools):
+
+(a) the text behind the sentinel is the same after a short and a long history, with and without tools;
+(b) the new messages do not change what the template writes before the turn;
+(c) every new content is in that text, in order;
+(d) the sentinel stands in the render once;
+(e) the text starts with an added token, or encodes the same behind other text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.chat.formats.derive import common_start
+from turnwise.chat.probing import USER, TemplateFacts, Wire, wire_call
+from turnwise.chat.tokens import Tokens, alternatives
+from turnwise.errors import RenderError
+from turnwise.model.canonical import Canonical
+
+SENTINEL = "qzsentinelzq"
+_BEFORE = ("x", "x.", "x\n", "x ", '"}')
+_CACHE_LIMIT = 4096
+
+Kind = tuple[str, bool, bool, bool, int]
+"""Role, whether there is text, a name, reasoning, and how many calls."""
+Shape = tuple[tuple[Kind, ...], int, int]
+"""Kinds of the new messages, calls of the last turn, and which tools."""
+JsonTools = Sequence[Mapping[str, Any]]
+
+
+class Declined(Exception):
+    """A turn cannot be extended; ``args[0]`` is why, in the words of the recorder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """How a shape is rendered.
+
+    Attributes:
+        called: Whether the sentinel stands in the last call's arguments, else in the text.
+        tools: Whether the skeleton holds the tools.
+        closes: Whether the turn has a close of its own, which a sampled stop token stands for.
+        lead: Characters before the close; only a turn that was cut needs them.
+    """
+
+    called: bool
+    tools: bool
+    closes: bool
+    lead: int
+
+
+def kind_of(message: Canonical) -> Kind:
+    """Return what of a message its shape depends on."""
+    return (
+        message.role,
+        bool(message.text),
+        bool(message.name),
+        bool(message.reasoning),
+        len(message.calls),
+    )
+
+
+class Skeletons:
+    """Renders skeletons and proves shapes, each shape once.
+
+    Args:
+        facts: The template.
+        tokens: The tokenizer, for (e).
+        stops: Added tokens that end a turn.
+    """
+
+    __slots__ = ("_facts", "_proofs", "_stops", "_tokens")
+
+    def __init__(self, facts: TemplateFacts, tokens: Tokens, stops: Sequence[str]) -> None:
+        self._facts = facts
+        self._tokens = tokens
+        self._stops = alternatives(stops)
+        self._proofs: dict[Shape, Delta | str] = {}
+
+    def tail(
+        self, last: Sequence[tuple[str, str]], new: Sequence[Wire], tools: JsonTools, shape: Shape
+    ) -> tuple[str, Delta]:
+        """Return the text that follows the turn, and how it was rendered.
+
+        Args:
+            last: Name and id of each call of the turn.
+            new: The new messages in the template's form.
+            tools: The tools as JSON.
+            shape: The shape of all that; ``shape[2]`` names the tools.
+
+        Raises:
+            Declined: The shape is not proven, or the template raised on these messages.
+        """
+        proof = self._proofs.get(shape)
+        if proof is None:
+            if len(self._proofs) >= _CACHE_LIMIT:
+                self._proofs.clear()
+            proof = self._proofs[shape] = self._prove(shape, tools)
+        if isinstance(proof, str):
+            raise Declined(proof)
+        text = self._render([USER, self._turn(last, called=proof.called), *new], tools if proof.tools else None)
+        return self._behind(text, called=proof.called), proof
+
+    def forget(self) -> None:
+        """Drop all proofs."""
+        self._proofs.clear()
+
+    def _render(self, messages: Sequence[Wire], tools: JsonTools | None, *, generate: bool = True) -> str:
+        try:
+            return self._facts.template.render(messages, tools, generate=generate)
+        except RenderError as error:
+            raise Declined(f"template_error: {error}") from error
+
+    def _turn(self, calls: Sequence[tuple[str, str]], *, called: bool) -> Wire:
+        """Return the assistant's message with the sentinel in it."""
+        if not called:
+            return {"role": "assistant", "content": SENTINEL}
+        last = len(calls) - 1
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                wire_call(name, self._facts.arguments({"a": SENTINEL if number == last else "b"}), call_id)
+                for number, (name, call_id) in enumerate(calls)
+            ],
+        }
+
+    def _behind(self, text: str, *, called: bool) -> str:
+        """Return what stands behind the sentinel; in a call, from the close of the turn on."""
+        at = text.find(SENTINEL)
+        if at < 0:
+            raise Declined("message_dropped")
+        at += len(SENTINEL)
+        if not called:
+            return text[at:]
+        stop = self._stops.search(text, at) if self._stops else None
+        if stop is None:
+            raise Declined("no_bridge")
+        return text[stop.start() :]
+
+    def _prove(self, shape: Shape, tools: JsonTools) -> Delta | str:
+        """Return how the shape is rendered, or why it cannot be."""
+        why = ""
+        for called in (True, False) if shape[1] else (False,):
+            for with_tools in (False, True) if tools else (False,):
+                try:
+                    return self._check(shape, tools, called=called, with_tools=with_tools)
+                except Declined as declined:
+                    why = why or str(declined.args[0])
+        return why
+
+    def _check(self, shape: Shape, tools: JsonTools, *, called: bool, with_tools: bool) -> Delta:
+        calls = [(f"qzf{number}", self._call_id(number)) for number in range(shape[1])]
+        turn = self._turn(calls, called=called)
+        new, words = self._examples(shape[0], calls)
+        tails = []
+        for history, own in self._histories(tools if with_tools else None, tools):
+            head = common_start(self._render(history, own), self._render(history, own, generate=False))
+            text = self._render([*history, turn, *new], own)
+            if not text.startswith(head):
+                raise Declined("depends_on_history")
+            if text.count(SENTINEL) > 1:
+                raise Declined("no_bridge")
+            tails.append(self._behind(text, called=called))
+        if any(tail != tails[0] for tail in tails):
+            raise Declined("depends_on_history")
+        self._complete(tails[0], words)
+        self._separable(tails[0])
+        return self._closed(turn, tails[0], called, tools if with_tools else None)
+
+    def _call_id(self, number: int) -> str:
+        return f"qzcall00{number % 10}" if self._facts.short_ids else f"functions.qzf{number}:{number}"
+
+    def _histories(self, own: JsonTools | None, tools: JsonTools) -> Iterator[tuple[list[Wire], JsonTools | None]]:
+        """Yield a short history and the longest ones that the template takes, each with its tools."""
+        yield [USER], own
+        system: Wire = {"role": "system", "content": "qzsystem"}
+        reply: Wire = {"role": "assistant", "content": "qzreply"}
+        call = {"role": "assistant", "content": "", "tool_calls": self._facts.assistant(calls=1)["tool_calls"]}
+        answer = {"role": "tool", "content": "qzresult", "tool_call_id": self._facts.ids[0], "name": "qzfirst"}
+        exchange: list[Wire] = [USER, call, answer, reply, USER]
+        longer: list[list[Wire]] = [[system, *exchange], exchange, [system, USER, reply, USER], [USER, reply, USER]]
+        taken = 0
+        for history in longer:
+            try:
+                self._render(history, tools or None)
+                self._render([*history, reply, USER], tools or None)
+            except Declined:
+                continue
+            taken += 1
+            yield history, tools or None
+            if taken == 2:
+                return
+        if taken == 0:
+            raise Declined("depends_on_history")
+
+    def _examples(self, kinds: Sequence[Kind], calls: Sequence[tuple[str, str]]) -> tuple[list[Wire], list[list[str]]]:
+        """Return messages of these kinds, and the words of each that must come out."""
+        new: list[Wire] = []
+        words: list[list[str]] = []
+        answered = 0
+        open_calls = list(calls)
+        for number, (role, text, name, reasoning, count) in enumerate(kinds):
+            content = f"qzc{number}q" if text else ""
+            message: Wire = {"role": role, "content": content}
+            if name:
+                message["name"] = f"qzn{number}"
+            if reasoning:
+                message["reasoning_content"] = message["thinking"] = f"qzr{number}"
+            if role == "tool":
+                called, call_id = open_calls[answered % len(open_calls)] if open_calls else ("qznone", "qzcall000")
+                message |= {"tool_call_id": call_id, "name": called}
+                answered += 1
+            if count:
+                open_calls = [(f"qzf{number}x{n}", self._call_id(n)) for n in range(count)]
+                answered = 0
+                message["tool_calls"] = [
+                    wire_call(called, self._facts.arguments({"qzk": f"qzv{number}x{n}"}), call_id)
+                    for n, (called, call_id) in enumerate(open_calls)
+                ]
+            new.append(message)
+            values = [f"qzv{number}x{n}" for n in range(count)]
+            words.append([*([content] if text else []), *values])
+        return new, words
+
+    def _complete(self, tail: str, words: Sequence[Sequence[str]]) -> None:
+        """Check (c): nothing is dropped, and messages keep their order."""
+        reached = 0
+        for message in words:
+            places = [tail.find(word) for word in message]
+            if any(place < 0 for place in places):
+                raise Declined("message_dropped")
+            if places and min(places) < reached:
+                raise Declined("depends_on_history")
+            reached = max([reached, *places])
+
+    def _separable(self, tail: str) -> None:
+        """Check (e)."""
+        ids = self._tokens.encode(tail)
+        if ids and self._tokens.is_added(ids[0]):
+            return
+        for before in _BEFORE:
+            if self._tokens.encode(before + tail) != self._tokens.encode(before) + ids:
+                raise Declined("no_bridge")
+
+    def _closed(self, turn: Wire, tail: str, called: bool, tools: JsonTools | None) -> Delta:
+        """Find out whether the turn has a close of its own, whatever follows.
+
+        It has one if the template writes it at the end of a conversation too; the token itself may be another one
+        there (gpt-oss closes its last turn with the token that a model samples, earlier ones with another).
+        """
+        none = Delta(called, tools is not None, closes=False, lead=0)
+        try:
+            own = self._behind(self._render([USER, turn], tools, generate=False), called=called)
+        except Declined:
+            return none
+        if self._tokens.first_added(tail.lstrip()) is not None:
+            closes = self._tokens.first_added(own.lstrip()) is not None
+            return Delta(called, tools is not None, closes, len(tail) - len(tail.lstrip()) if closes else 0)
+        stop = self._stops.search(tail) if self._stops else None
+        if stop is None or self._stops is None or self._stops.search(own) is None:
+            return none
+        return Delta(called, tools is not None, closes=True, lead=stop.start())

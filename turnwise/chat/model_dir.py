@@ -1,0 +1,258 @@
+"""What a renderer needs of a model's folder, in the layout of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer as FastTokenizer
+
+from turnwise.chat.tokens import Tokenizer
+from turnwise.errors import ConfigError, MissingExtraError, RenderError
+
+FORMAT_FILE = "turnwise_format.json"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+_TEMPLATE_FILE = "chat_template.jinja"
+_OLD_TEMPLATE_FILE = "chat_template.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model's folder holds.
+
+    Attributes:
+        path: The folder.
+        tokenizer: The tokenizer.
+        template: The chat template, or None.
+        tool_template: A second one for prompts with tools, or None.
+        special: Special tokens by their names in templates.
+        eos_ids: Ids that end a turn, by the folder's configuration.
+        saved_format: What ``turnwise_format.json`` holds, or None.
+    """
+
+    path: Path
+    tokenizer: Tokenizer
+    template: str | None
+    tool_template: str | None
+    special: dict[str, str]
+    eos_ids: tuple[int, ...]
+    saved_format: dict[str, Any] | None
+
+
+def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
+    """Read a model's folder.
+
+    Raises:
+        RenderError: The folder or a file in it is missing or broken; the message names it.
+        MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed.
+    """
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise RenderError(f"model {str(model_dir)!r} is no folder on this machine; give the path of a local copy")
+    settings = _json(path / _TOKENIZER_CONFIG) or {}
+    special_map = _json(path / "special_tokens_map.json") or {}
+    special = {}
+    for name in _SPECIAL:
+        value = settings.get(name, special_map.get(name))
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            special[name] = text
+    tokenizer = _tokenizer(path)
+    template, tool_template = read_templates(path)
+    return ModelFiles(
+        path=path,
+        tokenizer=tokenizer,
+        template=template,
+        tool_template=tool_template,
+        special=special,
+        eos_ids=_eos_ids(path, tokenizer, special),
+        saved_format=_json(path / FORMAT_FILE),
+    )
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RenderError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RenderError(f"{path} holds no JSON object")
+    return value
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return _slow_tokenizer(path)
+    try:
+        tokenizer: Any = FastTokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise RenderError(f"{file} is no tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def _slow_tokenizer(path: Path) -> Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("transformers", "serve", f"a model without tokenizer.json ({path})") from error
+    try:
+        converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise RenderError(f"{path} has no tokenizer.json and none can be made: {error}") from error
+    if not converted.is_fast:
+        raise RenderError(f"{path} has no tokenizer.json and its tokenizer cannot be converted to one")
+    tokenizer: Any = converted.backend_tokenizer
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def read_templates(path: Path) -> tuple[str | None, str | None]:
+    """Return the chat template of a model's folder, and the one for prompts with tools where it holds two.
+
+    Raises:
+        RenderError: A file cannot be read.
+    """
+    named: dict[str, str] = {}
+    given = (_json(path / _TOKENIZER_CONFIG) or {}).get("chat_template")
+    if isinstance(given, str):
+        named["default"] = given
+    elif isinstance(given, list):
+        named = {str(item.get("name")): str(item.get("template")) for item in given if isinstance(item, dict)}
+    file = path / _TEMPLATE_FILE
+    if file.is_file():
+        named["default"] = _text(file)
+    elif (old := _json(path / _OLD_TEMPLATE_FILE)) and isinstance(old.get("chat_template"), str):
+        named["default"] = old["chat_template"]
+    more = path / TOOL_TEMPLATE_FILE
+    if more.is_file():
+        named["tool_use"] = _text(more)
+    return named.get("default") or named.get("tool_use"), named.get("tool_use")
+
+
+def _text(file: Path) -> str:
+    try:
+        # Not read_text: line ends are part of what the digest of a template is made of.
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RenderError(f"{file} is not UTF-8: {error}") from error
+
+
+def write_templates(path: Path, template: str, tool_template: str | None) -> None:
+    """Make a chat template that of a model's folder, for every program that reads the folder.
+
+    A folder that holds these templates already is left as it is.
+
+    Args:
+        path: The folder.
+        template: The jinja text.
+        tool_template: The one for prompts with tools, where there are two.
+    """
+    if read_templates(path) == (template, tool_template):
+        return
+    (path / _TEMPLATE_FILE).write_bytes(template.encode())
+    more = path / TOOL_TEMPLATE_FILE
+    if tool_template is None:
+        more.unlink(missing_ok=True)
+    else:
+        more.parent.mkdir(exist_ok=True)
+        more.write_bytes(tool_template.encode())
+    # The older places of a template: what stands there would contradict the files.
+    (path / _OLD_TEMPLATE_FILE).unlink(missing_ok=True)
+    settings = _json(path / _TOKENIZER_CONFIG) or {}
+    if settings.pop("chat_template", None) is not None:
+        text = json.dumps(settings, ensure_ascii=False, indent=2)
+        (path / _TOKENIZER_CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def trained_digest(path: Path) -> str | None:
+    """Return the digest of the chat template that the model in a folder was trained with, None where it is not known.
+
+    Raises:
+        RenderError: ``turnwise_format.json`` is no JSON object.
+    """
+    digest = (_json(path / FORMAT_FILE) or {}).get("template")
+    return digest if isinstance(digest, str) else None
+
+
+def check_trained(path: Path, digest: str, given: str | Path | None = None) -> None:
+    """Refuse another chat template than the one that the model in a folder was trained with.
+
+    Args:
+        path: The folder.
+        digest: Of the template that is to be used.
+        given: What ``renderer.chat_template`` says, None where the template is the folder's own.
+
+    Raises:
+        RenderError: It is another one; the message names both remedies.
+    """
+    trained = trained_digest(path)
+    if trained is None or trained == digest:
+        return
+    wanted, on_purpose = f"{FORMAT_FILE}: template: {trained[:12]}...", "renderer.check_template: false"
+    if given is None:
+        raise RenderError(
+            f"the chat template in {path} (SHA-256 {digest[:12]}...) is not the one that this model was trained with "
+            f"({wanted}): put that one back as {_TEMPLATE_FILE}, or name it as renderer.chat_template; to use this one "
+            f"all the same, set {on_purpose}"
+        )
+    shown = "a text" if isinstance(given, str) and "{" in given else given
+    raise RenderError(
+        f"renderer.chat_template is {shown} (SHA-256 {digest[:12]}...), but the model in {path} was trained with "
+        f"another chat template ({wanted}): leave renderer.chat_template out, and the template that was saved with the "
+        f"model is used; to use this one all the same, set {on_purpose}"
+    )
+
+
+def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple[int, ...]:
+    added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+    ids: list[int] = [added[special["eos_token"]]] if special.get("eos_token") in added else []
+    for name in ("generation_config.json", "config.json"):
+        value = (_json(path / name) or {}).get("eos_token_id")
+        given = value if isinstance(value, list) else [value]
+        found = [number for number in given if isinstance(number, int) and not isinstance(number, bool)]
+        if found:
+            ids += found
+            break
+    return tuple(dict.fromkeys(ids))
+
+
+def check_words(directory: Path, model: Path, key: str) -> None:
+    """Refuse a model that would read the trained model's ids as other words.
+
+    Args:
+        directory: The folder of that model.
+        model: The folder of the trained one.
+        key: The configuration key that names ``directory``.
+
+    Raises:
+        ConfigError: Both have a ``tokenizer.json``, and these differ in their vocabulary.
+    """
+    mine, theirs = _vocabulary(model), _vocabulary(directory)
+    if mine is not None and theirs is not None and mine != theirs:
+        raise ConfigError(
+            f"{key} is {directory}, whose tokenizer.json has another vocabulary than that of {model}: it would score "
+            "other words; name a model with the same tokenizer"
+        )
+
+
+def _vocabulary(directory: Path) -> object:
+    """Return what a tokenizer's ids stand for, or None where no tokenizer.json says it."""
+    file = directory / "tokenizer.json"
+    try:
+        record = orjson.loads(file.read_bytes())
+        added = {each["content"]: each["id"] for each in record.get("added_tokens", ())}
+        return record["model"]["vocab"], added
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,286 @@
+"""Whole conversations in a chat template's words, and text that is no message.
+
+They hold for every chat format (``<tool_response>`` of the Qwen family, the ``functions.NAME to=assistant`` messages of
+gpt-oss, ``[TOOL_RESULTS]`` of Mistral and the others), because the template itself is asked, with the proof that
+sessions ask for: that it writes the same whatever stands before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from turnwise.chat.formats.core import ChatFormat
+from turnwise.chat.probing import TemplateFacts, Wire, short_id, wire_call
+from turnwise.chat.template import ChatTemplate
+from turnwise.chat.tokens import Tokens
+from turnwise.errors import RenderError
+from turnwise.model.canonical import Canonical, CanonicalCall, Canonicalizer, canonical_arguments
+from turnwise.model.core import Renderer
+from turnwise.types import Message, TokenIds, ToolCall, ToolSchema, as_ids
+
+_TOOL_SETS = 64
+
+
+class TemplateForm:
+    """Writes messages and tools as one template takes them.
+
+    Args:
+        facts: The template and what was found out about it.
+        tokens: The tokenizer.
+        chat_format: How the model's own call ids are written.
+        escape: Whether the strings of added tokens stay text.
+        forget: Called where numbers of tools are given anew.
+    """
+
+    __slots__ = ("_escape", "_facts", "_forget", "_format", "_tokens", "_tools")
+
+    def __init__(
+        self, facts: TemplateFacts, tokens: Tokens, chat_format: ChatFormat, *, escape: bool, forget: Callable[[], None]
+    ) -> None:
+        self._facts = facts
+        self._tokens = tokens
+        self._format = chat_format
+        self._escape = escape
+        self._forget = forget
+        self._tools: dict[bytes, tuple[list[dict[str, Any]], int]] = {}
+
+    def text(self, text: str) -> str:
+        """Return a text that is safe to render."""
+        return self._tokens.escape(text) if self._escape else self._tokens.clean(text)
+
+    def value(self, value: Any) -> Any:
+        """Return a JSON value whose strings are safe to render."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {self.text(key): self.value(item) for key, item in value.items()}
+        return [self.value(item) for item in value] if isinstance(value, list) else value
+
+    def uncounted(self, value: Any) -> Any:
+        """Return the same of a value that is no part of a message: what is escaped in it is not counted."""
+        before = self._tokens.escaped
+        safe = self.value(value)
+        self._tokens.escaped = before
+        return safe
+
+    def call_id(self, call_id: str, name: str, index: int) -> str:
+        """Return the id of a call as the template takes it."""
+        own = self._format.call_id(call_id, name, index)
+        return self.text(short_id(own) if self._facts.short_ids else own)
+
+    def message(self, message: Canonical) -> Wire:
+        """Return a message as the template takes it."""
+        wire: Wire = {"role": message.role, "content": self.text(message.text)}
+        if message.name is not None:
+            wire["name"] = self.text(message.name)
+        if message.reasoning:
+            # Templates read reasoning under either name.
+            wire["reasoning_content"] = wire["thinking"] = self.text(message.reasoning)
+        if message.calls:
+            wire["tool_calls"] = [
+                wire_call(
+                    self.text(call.name),
+                    self._facts.arguments(self.value(call.arguments if call.value is None else call.value)),
+                    self.call_id(call.id, call.name, index),
+                )
+                for index, call in enumerate(message.calls)
+            ]
+        if message.role == "tool":
+            index = max(message.answers or 0, 0)
+            wire["tool_call_id"] = self.call_id(message.call_id, message.call_name, max(index, 0))
+            wire["name"] = self.text(message.call_name)
+        return wire
+
+    def tools(self, tools: Sequence[ToolSchema]) -> tuple[list[dict[str, Any]], int]:
+        """Return tools as JSON and a number that names them; the same tools give the same number."""
+        if not tools:
+            return [], -1
+        written = _written(tools)
+        known = self._tools.get(written)
+        if known is None:
+            if len(self._tools) >= _TOOL_SETS:  # Numbers name proofs, which are forgotten together with them.
+                self._tools.clear()
+                self._forget()
+            known = [self.uncounted(tool.to_json()) for tool in tools], len(self._tools)
+            self._tools[written] = known
+        return known
+
+
+def _written(tools: Sequence[ToolSchema]) -> bytes:
+    """Return what a template may write of tools, which ``==`` does not tell: True from 1, the order of keys."""
+    try:
+        return orjson.dumps(tools)
+    except TypeError:  # Numbers of more than 64 bits, half surrogate pairs.
+        return json.dumps([tool.to_json() for tool in tools]).encode()
+
+
+def spoken(message: Canonical) -> Canonical:
+    """Return a message whose unreadable calls are part of its text."""
+    readable = tuple(call for call in message.calls if call.value is not None)
+    if len(readable) == len(message.calls):
+        return message
+    raws = [call.arguments for call in message.calls if call.value is None]
+    return Canonical(message.role, "\n".join(filter(None, [message.text, *raws])), message.reasoning, readable)
+
+
+def difference(wanted: Canonical, found: Message, message: Message, seen: Callable[[str], str]) -> str:
+    """Return which part of a message reads back as something else, or nothing.
+
+    Args:
+        wanted: What was meant.
+        found: What was read.
+        message: What was meant, before it was reduced: it knows which calls are meant to be unusable.
+        seen: A text as the tokenizer shows it to a model.
+    """
+    read = Canonicalizer().reduce(0, found)
+
+    def same(one: str, other: str) -> bool:
+        return one.strip() == other.strip() or seen(one).strip() == other.strip()
+
+    if not same(wanted.text, read.text):
+        return "content"
+    if not same(wanted.reasoning, read.reasoning):
+        return "reasoning_content"
+    if len(read.calls) != len(wanted.calls):
+        return "tool_calls"
+    spoiled = [isinstance(call, ToolCall) and call.error is not None for call in message.get("tool_calls") or ()]
+    errors = [call.error is not None for call in found.get("tool_calls") or ()]
+    for call, back, spoilt, error in zip(wanted.calls, read.calls, spoiled, errors, strict=True):
+        if spoilt or call.value is None:
+            if not error:
+                return f"call of {call.name!r}, which is meant to be unusable,"
+        elif error or not same(call.name, back.name) or not _same_arguments(call.arguments, back.arguments, seen):
+            return f"call of {call.name!r}"
+    return ""
+
+
+def _same_arguments(one: str, other: str, seen: Callable[[str], str]) -> bool:
+    """Compare canonical JSON; a normal form may change the order of keys."""
+    return one == other or canonical_arguments(seen(one))[0] == other
+
+
+def shown(message: Canonical) -> str:
+    """Return a message in the words of an error."""
+    parts = [f"the text {message.text[:80]!r}"] if message.text else []
+    if message.reasoning:
+        parts.append(f"the reasoning {message.reasoning[:80]!r}")
+    parts += [f"a call of {call.name!r} with {call.arguments[:80]}" for call in message.calls]
+    return " and ".join(parts) or "an empty message"
+
+
+class TemplateText:
+    """What a template and a tokenizer make of messages and of text. All ids are int32 of shape [tokens].
+
+    Args:
+        template: The template.
+        tokens: The tokenizer.
+        form: How messages are given to the template.
+    """
+
+    def __init__(self, template: ChatTemplate, tokens: Tokens, form: TemplateForm) -> None:
+        self._template = template
+        self._tokens = tokens
+        self._form = form
+
+    def prompt(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
+        """Return the ids of a conversation, generation prompt included.
+
+        Raises:
+            RenderError: The template raised on these messages.
+        """
+        return as_ids(self._tokens.encode(self._render(messages, self._form.tools(tools)[0], generate=True)))
+
+    def closed(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
+        """Return the ids of a conversation without the generation prompt.
+
+        Raises:
+            RenderError: The template raised on these messages.
+        """
+        return as_ids(self._tokens.encode(self._render(messages, self._form.tools(tools)[0], generate=False)))
+
+    def encode(self, text: str) -> TokenIds:
+        """Return the ids of a text; special tokens that stand in it become their ids."""
+        return as_ids(self._tokens.encode(self._tokens.clean(text)))
+
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without special tokens."""
+        return self._tokens.decode_plain(ids)
+
+    def _render(self, messages: Sequence[Canonical], tools: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
+        wires = [self._form.message(message) for message in messages]
+        raws = [self._form.text(call.arguments) for message in messages for call in message.calls if call.value is None]
+        if not raws:
+            return self._template.render(wires, tools, generate=generate)
+        try:
+            text = self._template.render(wires, tools, generate=generate)
+        except RenderError:
+            text = ""
+        if text and all(raw in text for raw in raws):
+            return text
+        # This template has no place for arguments that are no object: the call is said as text.
+        wires = [self._form.message(spoken(message)) for message in messages]
+        return self._template.render(wires, tools, generate=generate)
+
+
+__all__ = ["tool_response_ids", "tool_response_text"]
+
+
+def tool_response_ids(
+    renderer: Renderer, calls: Sequence[ToolCall], answers: Sequence[str], tools: Sequence[ToolSchema] = ()
+) -> TokenIds:
+    """Return the ids to append to a turn that called tools and ended with its stop token.
+
+    Args:
+        renderer: Of the model, see :func:`~turnwise.chat.renderer.load_renderer`.
+        calls: The calls of that turn, in its order: their names, and their ids where the model wrote them.
+        answers: What each call gave, in the same order; at least one, and no more than there are calls.
+        tools: The tools of the prompt.
+
+    Returns:
+        The answers and the prompt of the next turn, int32 of shape [tokens], without the stop token, which the model
+        sampled.
+
+    Raises:
+        RenderError: The template cannot say it, or nothing proves what it says of it whatever stands before.
+    """
+    if not calls or not 0 < len(answers) <= len(calls):
+        raise RenderError(
+            f"answers: {len(answers)} answers to {len(calls)} calls; give each call's, in the order of the calls"
+        )
+    ids = [call.id or f"call{number:05d}" for number, call in enumerate(calls)]
+    last = Canonical(
+        "assistant",
+        "",
+        calls=tuple(CanonicalCall(call.name, "{}", {}, each) for call, each in zip(calls, ids, strict=True)),
+    )
+    new = [
+        Canonical("tool", text, answers=number, call_id=ids[number], call_name=calls[number].name)
+        for number, text in enumerate(answers)
+    ]
+    tail = renderer.render([Canonical("user", "?")], tools)
+    # How a turn with a call ends in this format; what it says of the call itself does not matter to what follows.
+    ended = renderer.completion(
+        {"role": "assistant", "content": "", "tool_calls": [ToolCall(ids[0], calls[0].name, {})]}, tools
+    )
+    following = renderer.extend(tail, ended, last, new, tools)
+    if following is None:
+        names = ", ".join(call.name for call in calls)
+        raise RenderError(f"this chat template cannot go on behind calls of {names}: {renderer.why}")
+    return following
+
+
+def tool_response_text(
+    renderer: Renderer, calls: Sequence[ToolCall], answers: Sequence[str], tools: Sequence[ToolSchema] = ()
+) -> str:
+    """Return the same as text, special tokens spelled out: to show, or for a loop that encodes text itself.
+
+    A loop that can append ids takes :func:`tool_response_ids`: only there markup in an answer stays text.
+
+    Raises:
+        RenderError: As :func:`tool_response_ids`.
+    """
+    return renderer.decode(tool_response_ids(renderer, calls, answers, tools))

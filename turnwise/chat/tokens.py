@@ -1,0 +1,260 @@
+"""Text to ids and back, with a model's own tokenizer.
+
+An *added token* is a string that a tokenizer turns into one id wherever it stands in a text. In text that a
+user or a tool wrote it would become a control id, so :meth:`Tokens.escape` puts a private character behind its
+first character, and :meth:`Tokens.encode` encodes the pieces around private characters one by one: the ids
+decode to the same text, and none of them is a control id.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import tokenizers
+
+from turnwise.errors import RenderError
+
+ESCAPE = "\udfff"
+"""Half of a surrogate pair: no valid text and no decoded id can hold it."""
+
+_LONE = re.compile("[\ud800-\udfff]")
+_REPLACEMENT = "\ufffd"
+_OFF = frozenset({"0", "f", "false", "n", "no", "off"})
+# How many texts an encoder remembers, and how many characters one of them may have: together they bound its memory.
+_REMEMBERED = 64
+_REMEMBERED_LENGTH = 65_536
+
+
+class Tokenizer(Protocol):
+    """What is used of ``tokenizers.Tokenizer``."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
+        """Return an encoding with ``ids``."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of ids."""
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        """Return the added tokens by id."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token, added ones included."""
+
+
+def alternatives(strings: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds any of the strings, longer ones first; None where there are none."""
+    ordered = sorted(strings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _first_characters(strings: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds the first character of each occurrence of any of the strings.
+
+    Only one character is taken, so occurrences that overlap are all found; the pattern begins with characters, not
+    with a look-ahead, so that text without them is passed over quickly.
+    """
+    rests: dict[str, list[str]] = {}
+    for text in strings:
+        rests.setdefault(text[0], []).append(re.escape(text[1:]))
+    parts = [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items()]
+    return re.compile("|".join(parts)) if parts else None
+
+
+def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Return what encodes one text, without special tokens around it."""
+    if isinstance(tokenizer, tokenizers.Tokenizer) and os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in _OFF:
+        # A fifth quicker, because it tells no offsets. Only batches have it, and with parallelism on they go through
+        # a pool of threads, which forbids this process to fork.
+        batch = tokenizer.encode_batch_fast
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = batch([text], add_special_tokens=False)[0].ids
+            return ids
+
+    else:
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+
+    return encode
+
+
+def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """Return an encoder that remembers what it encoded last: the members of a group begin with one prompt."""
+
+    @functools.lru_cache(maxsize=_REMEMBERED)
+    def known(text: str) -> tuple[int, ...]:
+        return tuple(encode(text))
+
+    def remembering(text: str) -> list[int]:
+        return list(known(text)) if len(text) <= _REMEMBERED_LENGTH else encode(text)
+
+    return remembering
+
+
+class Tokens:
+    """A tokenizer and its added tokens.
+
+    Attributes:
+        added: The id of each added token's text.
+    """
+
+    __slots__ = ("_anchor", "_control", "_encode", "_ids", "_lead", "_tokenizer", "added", "escaped")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._encode = _remembering(_encoder(tokenizer))
+        self.added: dict[str, int] = {
+            token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.content
+        }
+        self._ids = frozenset(self.added.values())
+        self.escaped = 0
+        # A token of one character cannot be split, and runs of white space or plain words that a tokenizer
+        # holds as added tokens are no markup: to split them would change ordinary text.
+        control = [text for text in self.added if len(text) > 1 and not text.isspace() and not text.isalnum()]
+        self._control = _first_characters(control)
+        self._anchor = self._find_anchor()
+        self._lead = "" if self._anchor is None else self._decode([self._anchor])
+
+    def _find_anchor(self) -> int | None:
+        """Return an added id to decode behind where a decoder treats the start of a text specially, else None."""
+        word = self.encode(" a a")
+        for number in sorted(self._ids):
+            lead = self._decode([number])
+            if lead:
+                return None if self._decode([number, *word])[len(lead) :] == self._decode(word) else number
+        return None
+
+    def is_added(self, number: int) -> bool:
+        """Return whether an id is an added token's."""
+        return number in self._ids
+
+    def first_added(self, text: str) -> str | None:
+        """Return the added token that a text starts with, or None."""
+        return max((token for token in self.added if text.startswith(token)), key=len, default=None)
+
+    @staticmethod
+    def clean(text: str) -> str:
+        """Return text that can be encoded: half surrogate pairs, which some clients leave when they cut a text,
+        become the replacement character.
+        """
+        return _LONE.sub(_REPLACEMENT, text) if not text.isascii() and _LONE.search(text) else text
+
+    def escape(self, text: str) -> str:
+        """Return clean text in which no added token can be found, and count those that were."""
+        text = self.clean(text)
+        if self._control is None:
+            return text
+        text, count = self._control.subn(lambda match: match[0] + ESCAPE, text)
+        self.escaped += count
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, encoded as a whole but for the places that :meth:`escape` marked.
+
+        Raises:
+            RenderError: The tokenizer cannot encode the pieces around a mark so that they mean the same text.
+        """
+        if ESCAPE not in text:
+            return self._encode(text)
+        ids: list[int] = []
+        for number, piece in enumerate(text.split(ESCAPE)):
+            ids += self._encode_behind(piece) if number else self._encode(piece)
+        if self._decode(ids) != self.seen(text.replace(ESCAPE, "")):
+            raise RenderError(
+                "this tokenizer changes text that holds the strings of special tokens when it is encoded in pieces; "
+                "set special_in_text: template to encode such text as the template does"
+            )
+        return ids
+
+    def count(self, text: str, *, escape: bool) -> int:
+        """Return how many ids a text takes, with its added tokens escaped or not. Counts nothing as escaped."""
+        text = self.clean(text)
+        if escape and self._control is not None:
+            text = self._control.sub(lambda match: match[0] + ESCAPE, text)
+        pieces = text.split(ESCAPE)
+        behind = sum(len(self._encode_behind(piece)) for piece in pieces[1:])
+        return behind + len(self._encode(pieces[0]))
+
+    def seen(self, text: str) -> str:
+        """Return a text as a model sees it: many tokenizers bring Unicode into a normal form first."""
+        return self._decode(self._encode(text))
+
+    def _encode_behind(self, piece: str) -> list[int]:
+        if self._anchor is None:
+            return self._encode(piece)
+        return self._encode(self._lead + piece)[1:]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, added tokens included. Ids that the tokenizer does not know are nothing."""
+        known = list(ids)
+        try:
+            return self._decode(known)
+        except OverflowError:
+            return self._decode([number for number in known if 0 <= number < 2**32])
+
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without those that the tokenizer calls special."""
+        return self._tokenizer.decode([number for number in ids if 0 <= number < 2**32], skip_special_tokens=True)
+
+    def decode_behind(self, ids: Sequence[int]) -> str:
+        """Return the text of ids as it stands behind other text (some decoders cut blanks at the start)."""
+        if self._anchor is None:
+            return self.decode(ids)
+        return self.decode([self._anchor, *ids])[len(self._lead) :]
+
+
+class Marks:
+    """The added tokens that a chat format looks for, each seen as one private character.
+
+    A text that is read from ids holds the private character where the *id* stood, and ordinary text where a
+    model spelled the same string in pieces: so a parser that searches text sees ids only. A marker that is no
+    added token is searched as the text that it is.
+    """
+
+    __slots__ = ("_chars", "_ids", "_pattern", "_plain")
+
+    def __init__(self, added: Mapping[str, int], literals: Iterable[str]) -> None:
+        everything = alternatives(added)
+        used = sorted({token for text in literals for token in everything.findall(text)}) if everything else []
+        self._chars = {token: chr(0xD800 + number) for number, token in enumerate(used)}
+        self._ids = {added[token]: char for token, char in self._chars.items()}
+        self._plain = {ord(char): token for token, char in self._chars.items()}
+        self._pattern = alternatives(used)
+
+    def of(self, literal: str) -> str:
+        """Return what to search for in text that :meth:`read` gave."""
+        return self._pattern.sub(lambda match: self._chars[match[0]], literal) if self._pattern else literal
+
+    def holds(self, number: int) -> bool:
+        """Return whether an id is one of the markers."""
+        return number in self._ids
+
+    def read(self, tokens: Tokens, ids: Sequence[int]) -> str:
+        """Return the text of ids with the markers as private characters."""
+        if self._ids.keys().isdisjoint(ids):
+            return tokens.decode_behind(ids) if ids else ""
+        pieces: list[str] = []
+        start = 0
+        for index, number in enumerate(ids):
+            char = self._ids.get(number)
+            if char is not None:
+                if index > start:
+                    pieces.append(tokens.decode_behind(ids[start:index]))
+                pieces.append(char)
+                start = index + 1
+        if start < len(ids):
+            pieces.append(tokens.decode_behind(ids[start:]))
+        return "".join(pieces)
+
+    def plain(self, text: str) -> str:
+        """Return text as it reads, with the markers spelled out."""
+        return text if not self._plain or text.isascii() else text.translate(self._plain)

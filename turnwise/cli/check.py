@@ -1,0 +1,221 @@
+"""``turnwise check-env``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnwise.cli.options import FunctionTools, MCPServers, ToolConfig, env_spec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from turnwise.envs import CheckReport
+    from turnwise.envs.checker.context import PromptIds, TokenCounter
+    from turnwise.sandboxes.checker import Outcome, SandboxReport
+    from turnwise.tasks import Task
+
+
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", "-m", help="Count tokens with this model's tokenizer; see that its prompts show the tools."
+    ),
+]
+TemplateName = Annotated[
+    str | None,
+    typer.Option("--chat-template", help="Instead of the model's own: a file, or a name as of renderer.chat_template."),
+]
+
+
+def check_env(
+    env: Annotated[str, typer.Argument(help="A registered name, pkg.mod:Class or file.py:Class.", show_default=False)],
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of its constructor.", show_default=False),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", "-t", help="Reset it with the first tasks of this source; by default its own."),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Take only so many tasks; by default 3 are played, and all looked at."),
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds to play.")] = 2,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one call may take.")] = 30.0,
+    context_length: Annotated[
+        int | None, typer.Option("--context-length", min=1, help="Hold lengths against this many tokens.")
+    ] = None,
+    model: ModelFolder = None,
+    chat_template: TemplateName = None,
+    functions: FunctionTools = None,
+    tool_config: ToolConfig = None,
+    mcp: MCPServers = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Examine an environment: contract, determinism, leaks, lengths, policies, cost; exit 1 after an error."""
+    import asyncio
+    import json
+
+    from rich.console import Console
+
+    from turnwise.envs import check_env
+
+    tasks, rows = _rows(env, tasks, limit)
+    count, prompt = _reading(model, chat_template)
+    report = asyncio.run(
+        check_env(
+            env_spec(env, config, functions, tool_config, mcp),
+            tasks=rows,
+            looked_at=tasks if limit is None else rows,
+            seeds=tuple(range(seeds)),
+            timeout=timeout,
+            context_length=context_length,
+            count_tokens=count,
+            prompt=prompt,
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        _show(report, Console())
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
+    """Return where tasks come from, and those that are played."""
+    from turnwise.envs.checker.core import DEFAULT_TASKS
+    from turnwise.envs.registration import env_class
+    from turnwise.errors import TaskError
+    from turnwise.tasks import load_tasks
+
+    if tasks is None and limit is not None:
+        tasks = env_class(env).default_tasks
+    rows = None if tasks is None else load_tasks(tasks, limit=limit or DEFAULT_TASKS)
+    if rows == []:
+        raise TaskError(f"--tasks {tasks}: there is no task in it")
+    return tasks, rows
+
+
+def _reading(model: Path | None, chat_template: str | None) -> tuple[TokenCounter | None, PromptIds | None]:
+    """Return what counts the tokens of a text, and what makes ids of a prompt, where a model has what it takes."""
+    from turnwise.chat.model_dir import read_model_dir
+    from turnwise.errors import ConfigError
+    from turnwise.inference.config import RendererConfig
+    from turnwise.model.canonical import canonical_messages
+
+    if model is None:
+        if chat_template is not None:
+            raise ConfigError(f"--chat-template is {chat_template}, but no model is named: give --model DIR, too")
+        return None, None
+    files = read_model_dir(model)
+
+    def count(text: str) -> int:
+        return len(files.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    if chat_template is None and files.template is None:
+        return count, None
+    renderer = RendererConfig(chat_template=chat_template).load(model)
+    return count, lambda messages, tools: renderer.render(canonical_messages(messages), tools).tolist()
+
+
+def _show(report: CheckReport, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    for finding in (*report.errors, *report.warnings):
+        wrong = finding.severity == "error"
+        mark, style = ("✗", "red") if wrong else ("!", "yellow")
+        console.print(Text.assemble((f"{mark} {finding.check}: ", f"bold {style}"), finding.message), soft_wrap=True)
+        for label, text in (("where", finding.where), ("remedy", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}: {text}", style="dim" if label == "where" else ""), soft_wrap=True)
+    if report.figures:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in report.figures.items():
+            table.add_row(name, f"{value:.4g}")
+        console.print(table)
+    for note in report.notes:
+        console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+    for name, why in report.skipped.items():
+        console.print(Text(f"not run: {name} ({why})", style="dim"), soft_wrap=True)
+    style = "bold red" if not report.ok else "yellow" if report.warnings else "green"
+    console.print(Text(report.summary, style=style), soft_wrap=True)
+
+
+def check_sandbox(
+    name: Annotated[
+        str, typer.Argument(help="A backend: local, docker, e2b, pkg.mod:Class or file.py:Class.")
+    ] = "local",
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of its constructor.", show_default=False),
+    ] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Ask for sandboxes of this image or template.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="Run only checks whose names begin so, such as attack. Repeatable."),
+    ] = None,
+    attacks: Annotated[bool, typer.Option("--attacks/--no-attacks", help="Also attack it, within bounds.")] = True,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one check may take.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Examine sandboxes: the contract, and whether they hold back what they say; exit 1 after a failure."""
+    import asyncio
+    import json
+
+    from rich.console import Console
+
+    from turnwise.config import parse_overrides
+    from turnwise.sandboxes import SandboxConfig, SandboxSpec
+    from turnwise.sandboxes.checker import check_sandbox
+
+    console = Console()
+    report = asyncio.run(
+        check_sandbox(
+            SandboxConfig(name=name, config=parse_overrides(config or ())),
+            spec=SandboxSpec(image=image),
+            only=only or (),
+            attacks=attacks,
+            timeout=timeout,
+            watch=None if as_json else lambda outcome: _tell(outcome, console),
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        _show_sandbox(report, console)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _tell(outcome: Outcome, console: Console) -> None:
+    """Print a failure as soon as it is known; all attacks stand in the table at the end."""
+    from rich.text import Text
+
+    if outcome.status == "failed" or (outcome.status == "skipped" and not outcome.attack):
+        mark, style = ("✗", "bold red") if outcome.status == "failed" else ("-", "dim")
+        console.print(Text.assemble((f"{mark} {outcome.name}: ", style), outcome.message), soft_wrap=True)
+
+
+def _show_sandbox(report: SandboxReport, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"held": "green", "open": "yellow", "escaped": "bold red", "failed": "bold red", "skipped": "dim"}
+    if report.attacks:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for title in ("attack", "held back by", "outcome", "what it got"):
+            table.add_column(title, overflow="fold")
+        for each in report.attacks:
+            words = Text(each.status, style=styles[each.status])
+            table.add_row(each.name.removeprefix("attack: "), each.containment, words, each.message)
+        console.print(table)
+    if report.capabilities is not None:
+        for note in report.capabilities.notes:
+            console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+    console.print(Text(report.summary, style="green" if report.ok else "bold red"), soft_wrap=True)

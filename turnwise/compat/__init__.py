@@ -1,0 +1,1 @@
+"""Agents and hooks that were written for verl and Agent-Lightning, unchanged."""

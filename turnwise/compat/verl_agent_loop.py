@@ -1,0 +1,538 @@
+"""Agent loops as verl has them: ids in, ids out, and an account of the episode at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from turnwise.agents.core import Agent, Episode
+from turnwise.agents.outcome import acting
+from turnwise.agents.registry import register_agent
+from turnwise.chat.template_text import TemplateText
+from turnwise.errors import AgentError, RenderError, SessionError, shown
+from turnwise.model.canonical import canonical_messages, template_arguments
+from turnwise.model.core import Renderer
+from turnwise.recorder.token_session import Kept, TokenSession
+from turnwise.types import Message, SamplingParams, StopReason, ToolSchema, as_ids
+
+_TAKEN_AS_READ: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0, None), "presence_penalty": (0.0, None), "frequency_penalty": (0.0, None),
+    "n": (1, None), "logprobs": (True, False, 0, 1, None), "skip_special_tokens": (True, False, None),
+}  # fmt: skip
+
+
+class TokenOutput(list[int]):
+    """What was sampled. It is the list of ids that older loops expect, with the fields that newer ones read.
+
+    Attributes:
+        log_probs: One for each id.
+        stop_reason: ``completed``, or ``length`` where a limit cut it.
+        message: What the ids mean: its calls are in ``tool_calls``, ready for ``episode.call``.
+        extra_fields: Which weights sampled it, by verl's names.
+        num_preempted: -1, which is not known.
+        routed_experts: None.
+    """
+
+    routed_experts: None = None
+    num_preempted: int = -1
+
+    def __init__(self, ids: Sequence[int], log_probs: list[float], message: Message, versions: Sequence[int]) -> None:
+        super().__init__(ids)
+        self.log_probs = log_probs
+        self.message = message
+        self.stop_reason = "length" if message["finish_reason"] == "length" else "completed"
+        first, last = min(versions), max(versions)
+        self.extra_fields: dict[str, Any] = {
+            "global_steps": last, "min_global_steps": first, "max_global_steps": last
+        }  # fmt: skip
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids, as a plain list."""
+        return list(self)
+
+
+class LoopServer:
+    """What loops know as ``server_manager``: samples in the episode's session.
+
+    Args:
+        episode: The episode.
+        session: Its main session.
+        prompt_length: Most ids of a prompt, or None.
+        response_length: Most ids of all that follows, or None.
+    """
+
+    def __init__(
+        self, episode: Episode, session: TokenSession, prompt_length: int | None, response_length: int | None
+    ) -> None:
+        self.episode = episode
+        self.session = session
+        self.prompt_length = prompt_length or episode.limits.context_length
+        self.response_length = response_length or episode.limits.context_length
+        self._bounded = response_length is not None
+
+    def sampling_params(self) -> dict[str, Any]:
+        """Return how the run samples, as loops are told."""
+        params = self.session.params
+        return {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+        }
+
+    async def generate(
+        self,
+        request_id: str | None = None,  # noqa: ARG002 - where a prompt goes on is told by its ids
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | None = None,
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+        audio_data: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002 - without media there is none
+        priority: int = 0,  # noqa: ARG002 - the engine's own order
+    ) -> TokenOutput:
+        """Sample behind these ids.
+
+        Raises:
+            AgentError: A sampling parameter that is not known or cannot be had, or media.
+            SessionError: The ids are none, or the temperature is not that of the run.
+            BudgetSpent: Nothing is left; let it pass.
+            InferenceError: The server failed.
+        """
+        no_media({"image_data": image_data, "video_data": video_data, "audio_data": audio_data})
+        params = _params(sampling_params or {}, self.session.params)
+        if params.max_tokens is None and self._bounded:
+            room = self.prompt_length + self.response_length - len(prompt_ids)
+            params = replace(params, max_tokens=max(1, min(self.response_length, room)))
+        recorded = await self.session.generate(prompt_ids, params, tools=self.episode.tools)
+        completion = recorded.completion
+        versions = [version for version, _, _ in completion.weight_versions]
+        return TokenOutput(completion.token_ids.tolist(), completion.logprobs.tolist(), recorded.message, versions)
+
+
+def _params(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
+    """Return a loop's sampling parameters; what it does not name is the run's."""
+    names = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "seed"}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _TAKEN_AS_READ:
+            if value not in _TAKEN_AS_READ[name]:
+                raise AgentError(f"sampling_params: {name} is {shown(value)}: it must be {_TAKEN_AS_READ[name][0]}")
+        elif name not in names:
+            known = ", ".join(sorted({*names, *_TAKEN_AS_READ}))
+            raise AgentError(f"sampling_params: {name!r} is not known; there are {known}")
+        elif value is not None:
+            found["max_tokens" if name == "max_new_tokens" else name] = value
+    if found.get("top_k", 0) == -1:
+        found["top_k"] = 0
+    if "stop" in found:
+        found["stop"] = (found["stop"],) if isinstance(found["stop"], str) else tuple(found["stop"])
+    if "stop_token_ids" in found:
+        found["stop_token_ids"] = tuple(found["stop_token_ids"])
+    return replace(base, **found)
+
+
+def no_media(given: Mapping[str, Any]) -> None:
+    """Refuse media that a loop gives.
+
+    Raises:
+        AgentError: There are some.
+    """
+    for name, value in given.items():
+        if value is not None and len(value):
+            raise AgentError(f"{name}: this model's renderer places text only, so a loop cannot show it media")
+
+
+@runtime_checkable
+class TextRenderer(Protocol):
+    """What a renderer needs besides its contract."""
+
+    text: TemplateText
+    """Whole conversations, and text that is no message."""
+
+
+class LoopTokenizer:
+    """A tokenizer as agent loops use one.
+
+    Args:
+        renderer: Of the session.
+
+    Attributes:
+        renderer: The same.
+
+    Raises:
+        AgentError: The renderer encodes no text.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        if not isinstance(renderer, TextRenderer):
+            kind = type(renderer).__qualname__
+            raise AgentError(f"an agent loop needs a renderer with 'text', which {kind} has not")
+        self.renderer = renderer
+        self._text = renderer.text
+
+    @property
+    def eos_token_id(self) -> int:
+        """An id that ends a turn; the least where there are several (``renderer.stop_ids``)."""
+        return min(self.renderer.stop_ids)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The same: nothing is padded here."""
+        return self.eos_token_id
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:  # noqa: ARG002 - none are added
+        """Return the ids of a text. Special tokens that stand in it become their ids; none are put around it."""
+        return [int(number) for number in self._text.encode(text)]
+
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of ids."""
+        numbers = [ids] if isinstance(ids, int) else [int(number) for number in ids]
+        return self._text.decode_plain(numbers) if skip_special_tokens else self.renderer.decode(as_ids(numbers))
+
+    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        """Return the text of each row of ids."""
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        tools: Sequence[ToolSchema | Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        **template_args: Any,
+    ) -> Any:
+        """Return the ids of a conversation, as the session renders it.
+
+        Args:
+            conversation: The messages.
+            tools: What the model is told that it may call: schemas, or OpenAI's form of them.
+            add_generation_prompt: Whether it ends where the assistant is to speak.
+            tokenize: False returns its text.
+            return_dict: Whether the ids stand in ``{"input_ids": ...}``.
+            **template_args: Arguments of the template (``enable_thinking``).
+
+        Raises:
+            AgentError: A tool is none, or the template does not render this.
+        """
+        schemas = [_schema(tool) for tool in tools or ()]
+        renderer = self.renderer.under(template_arguments(template_args)) if template_args else self.renderer
+        try:
+            messages = canonical_messages(conversation)
+            if add_generation_prompt:
+                found = renderer.render(messages, schemas)
+            else:
+                text = renderer.text if isinstance(renderer, TextRenderer) else self._text
+                found = text.closed(messages, schemas)
+        except RenderError as error:
+            raise AgentError(f"apply_chat_template: {error}") from error
+        ids = [int(number) for number in found]
+        if not tokenize:
+            return self.decode(ids)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
+
+
+def _schema(tool: ToolSchema | Mapping[str, Any]) -> ToolSchema:
+    if isinstance(tool, ToolSchema):
+        return tool
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise AgentError(f"apply_chat_template: {tool!r} is no tool: give a ToolSchema, or OpenAI's form of one")
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return ToolSchema(function["name"], function.get("description") or "", dict(parameters))
+
+
+F = TypeVar("F")
+LoopClass = TypeVar("LoopClass", bound="type[AgentLoopBase]")
+_LENGTHS = ("prompt_length", "response_length")
+
+
+@dataclass(slots=True)
+class AgentLoopMetrics:
+    """Seconds that a loop spent; -1 preemptions are not known."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = -1
+
+
+@dataclass(slots=True)
+class AgentLoopOutput:
+    """What a loop says of its episode, or of one branch of it.
+
+    Attributes:
+        prompt_ids: What the model was shown first.
+        response_ids: What followed: sampled ids, and those that the loop put in between.
+        response_mask: 1 where an id was sampled, 0 elsewhere. A sampled id with 0, or one that is not in any output,
+            is not trained.
+        response_logprobs: One for each response id, or None. What is trained with are those that the engine returned.
+        reward_score: What the episode is worth; None asks the environment. Of several outputs the last one's counts.
+        num_turns: For the metrics.
+        metrics: For the metrics; a dict is read as :class:`AgentLoopMetrics`.
+        extra_fields: Numbers of ``reward_extra_info`` in it become metrics.
+        multi_modal_data: Must be empty.
+        mm_processor_kwargs: Taken, and not kept.
+        routed_experts: The same; the engine reports them.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics | Mapping[str, float] = field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    multi_modal_data: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    routed_experts: Any = None
+
+
+class AgentLoopBase(ABC):
+    """Base class of loops: one object for each episode.
+
+    Attributes:
+        config: ``config.actor_rollout_ref.rollout`` is ``rollout_config``.
+        rollout_config: ``prompt_length``, ``response_length``, ``max_model_len``, ``temperature``, ``top_p``, ``top_k``
+            and ``multi_turn`` with ``max_assistant_turns`` and ``max_user_turns``.
+        server_manager: Samples.
+        tokenizer: Encodes and decodes, and renders conversations.
+        processor: None: no media is placed.
+        episode: The episode: its tools (``episode.call``), its environment (``episode.step``), its rewards.
+        loop: The event loop.
+    """
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: LoopServer,
+        tokenizer: LoopTokenizer,
+        processor: Any = None,
+        dataset_cls: Any = None,
+        data_config: Any = None,
+        **kwargs: Any,  # noqa: ARG002 - subclasses hand on what they were given
+    ) -> None:
+        self.config = trainer_config
+        self.rollout_config = trainer_config.actor_rollout_ref.rollout
+        self.server_manager = server_manager
+        self.episode = server_manager.episode
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.data_config = data_config or {}
+        self.apply_chat_template_kwargs: dict[str, Any] = {}
+        self.loop = asyncio.get_running_loop()
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Act in the episode.
+
+        Args:
+            sampling_params: How the run samples; hand it to ``server_manager.generate``.
+            **kwargs: The columns of the row, and ``raw_prompt``: the messages that the episode begins with.
+
+        Returns:
+            One output, or one for each branch.
+        """
+
+    @functools.cached_property
+    def system_prompt(self) -> list[int]:
+        """The ids that the template puts before the first message by itself."""
+        empty: Message = {"role": "user", "content": ""}
+        one = self.tokenizer.apply_chat_template([empty], **self.apply_chat_template_kwargs)
+        two = self.tokenizer.apply_chat_template([empty, empty], **self.apply_chat_template_kwargs)
+        found: list[int] = one[: len(one) - (len(two) - len(one))]
+        return found
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema | Mapping[str, Any]] | None = None,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        audios: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002 - without media there is none
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Return the ids of messages, up to where the assistant is to speak.
+
+        Args:
+            messages: The messages.
+            tools: What the model is told that it may call; ``episode.tools`` are the environment's.
+            images: Must be empty, as must be ``videos`` and ``audios``.
+            videos: See images.
+            audios: See images.
+            mm_processor_kwargs: Taken, and not kept.
+            remove_system_prompt: Whether what the template puts before the first message is left out: for messages
+                that follow others.
+
+        Raises:
+            AgentError: There are media, or the template does not render this.
+        """
+        no_media({"images": images, "videos": videos, "audios": audios})
+        given = self.apply_chat_template_kwargs
+        ids: list[int] = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, **given)
+        return ids[len(self.system_prompt) :] if remove_system_prompt else ids
+
+    async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:  # noqa: ARG002 - rendering tells
+        """Return no media: a message that holds some is refused when it is rendered."""
+        return {}
+
+    async def process_multi_modal_info(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return no media; see :meth:`process_vision_info`."""
+        return await self.process_vision_info(messages)
+
+    @classmethod
+    def make_agent(cls, **config: Any) -> Agent:
+        """Return the agent that runs these loops.
+
+        Args:
+            **config: Arguments of the constructor besides those of the base class, and ``prompt_length`` and
+                ``response_length``.
+
+        Raises:
+            AgentError: The class does not take them.
+        """
+        return LoopAgent(cls, config)
+
+
+class LoopAgent(Agent):
+    """Makes a loop for each episode and runs it.
+
+    Args:
+        cls: The class of the loops.
+        config: See :meth:`AgentLoopBase.make_agent`.
+    """
+
+    def __init__(self, cls: type[AgentLoopBase], config: dict[str, Any]) -> None:
+        name = cls.__qualname__
+        if inspect.isabstract(cls):
+            raise AgentError(f"agent loop {name} writes no run()")
+        for key in _LENGTHS:
+            value = config.get(key)
+            if value is not None and (type(value) is not int or value < 1):
+                raise AgentError(f"agent loop {name}: {key} is {shown(value)}: it must be an integer above 0")
+        self._cls = cls
+        self._lengths = {key: config.get(key) for key in _LENGTHS}
+        self._own = {key: value for key, value in config.items() if key not in _LENGTHS}
+        if self._own and cls.__init__ is AgentLoopBase.__init__:
+            raise AgentError(f"agent loop {name} has no constructor that takes {', '.join(map(repr, self._own))}")
+        try:
+            inspect.signature(cls).bind(**_base_arguments(None, None, None), **self._own)
+        except TypeError as error:
+            raise AgentError(f"agent loop {name} does not take its configuration {config}: {error}") from error
+
+    async def run(self, episode: Episode) -> None:
+        """Run one episode."""
+        session = episode.session
+        if not isinstance(session, TokenSession):
+            raise AgentError(
+                f"agent loop {self._cls.__qualname__} works with token ids, which a hosted endpoint does not tell: "
+                "choose a server of your own, or an agent that works with messages"
+            )
+        server = LoopServer(episode, session, **self._lengths)
+        given = _base_arguments(_config_of(episode, server), server, LoopTokenizer(session.renderer))
+        loop = self._cls(**given, **self._own)
+        row = {"tools_kwargs": {}, **episode.task.data, "uid": episode.id, "agent_name": episode.task.agent}
+        messages = [dict(message) for message in episode.observation]
+        with acting(episode):
+            result = await loop.run(server.sampling_params(), **row, raw_prompt=messages)
+        self._settle(episode, session, result)
+
+    def _settle(self, episode: Episode, session: TokenSession, result: object) -> None:
+        returned = result if isinstance(result, list) else [result]
+        name = self._cls.__qualname__
+        outputs = [each for each in returned if isinstance(each, AgentLoopOutput)]
+        if not outputs or len(outputs) < len(returned):
+            raise AgentError(f"{name}.run returned {shown(result)}: it must return AgentLoopOutput, or a list of them")
+        for output in outputs:
+            no_media(output.multi_modal_data or {})
+            if output.response_logprobs is not None and len(output.response_logprobs) != len(output.response_ids):
+                raise AgentError(
+                    f"{name}.run returned {len(output.response_logprobs)} response_logprobs for "
+                    f"{len(output.response_ids)} response_ids: give one for each, or None"
+                )
+        try:
+            session.keep([Kept(each.prompt_ids, each.response_ids, each.response_mask) for each in outputs])
+        except SessionError as error:
+            raise AgentError(f"{name}.run returned what the model did not sample: {error}") from error
+        last = outputs[-1]
+        if last.reward_score is not None:
+            episode.reward(last.reward_score)
+        episode.count(_metrics(outputs))
+        said = session.last
+        if not episode.ended and said is not None and said["finish_reason"] == "length" and not said.get("tool_calls"):
+            episode.finish(StopReason.MAX_TOKENS, final=said)
+
+
+def register(name: str) -> Callable[[LoopClass], LoopClass]:
+    """Register a class of loops under a name, as a decorator.
+
+    Raises:
+        RegistryError: The name is taken, or is none.
+    """
+    return register_agent(name)
+
+
+@contextlib.contextmanager
+def simple_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
+    """Add the seconds of a block to an entry of a dict."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        timing[name] = timing.get(name, 0.0) + time.monotonic() - started
+
+
+def rollout_trace_op(function: F) -> F:
+    """Return the function as it is: the session records every call."""
+    return function
+
+
+def _base_arguments(config: Any, server: Any, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "trainer_config": config, "server_manager": server, "tokenizer": tokenizer, "processor": None,
+        "dataset_cls": None, "data_config": {},
+    }  # fmt: skip
+
+
+def _config_of(episode: Episode, server: LoopServer) -> SimpleNamespace:
+    limits, params = episode.limits, server.session.params
+    rollout = SimpleNamespace(
+        prompt_length=server.prompt_length,
+        response_length=server.response_length,
+        max_model_len=limits.context_length,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or -1,
+        multi_turn=SimpleNamespace(max_assistant_turns=limits.max_turns, max_user_turns=limits.max_turns),
+    )
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+
+
+def _metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
+    found = {"num_turns": float(sum(output.num_turns for output in outputs))}
+    for output in outputs:
+        spent = output.metrics if isinstance(output.metrics, Mapping) else asdict(output.metrics)
+        for name in ("generate_sequences", "tool_calls", "compute_score"):
+            seconds = f"loop/{name}_seconds"
+            found[seconds] = found.get(seconds, 0.0) + float(spent.get(name, 0.0))
+    told = outputs[-1].extra_fields.get("reward_extra_info")
+    for name, value in told.items() if isinstance(told, Mapping) else ():
+        if isinstance(value, (int, float)):
+            found[f"loop/{name}"] = float(value)
+    return found

@@ -1,0 +1,1 @@
+"""The built-in inference server: continuous batching over one packed forward per step."""

@@ -1,0 +1,380 @@
+"""Attention over the KV cache, for every sequence of a step in one packed forward.
+
+A step is one [1, T] forward. Its tokens lie pool by pool, in each pool first those of sequences that decode (one
+token each, in order of their rows, so that attention reads a view of the pool), then the pieces of prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from turnwise.engine.kv_cache import Geometry, KVPool
+
+IMPLEMENTATION = "turnwise"
+_MASK_ELEMENTS = 1 << 23
+"""Most elements of one prefill mask; longer pieces are attended in blocks of queries."""
+
+
+class Attend(Protocol):
+    """What a forward pass is given instead of a cache."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend for one layer: [T, heads, dim] each, returns [T, query heads, value dim]."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - None: masks come from the plan
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    plan: Attend | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function for ``transformers.AttentionInterface``; the plan arrives as a keyword of ``forward``."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if others.get(name) is not None:
+            raise ValueError(f"its attention uses {name!r}")
+    if plan is None:
+        raise TypeError("this model does not hand the keywords of forward() down to its attention layers")
+    layer: Any = module.layer_idx
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return plan.attend(layer, query, key, value, scaling, sliding_window).unsqueeze(0), None
+
+
+class GeometryProbe:
+    """Runs in place of a plan once, to see what the attention layers of a model store."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int, int]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,  # noqa: ARG002 - the contract of Attend
+        window: int | None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Note the shapes; the result is only of the right shape."""
+        if layer in self.seen:
+            raise ValueError(f"layer {layer} attends twice in one forward pass")
+        self.seen[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros((query.shape[0], query.shape[1], value.shape[2]))
+
+    def geometry(self) -> Geometry:
+        """Return what was seen.
+
+        Raises:
+            ValueError: The layers differ, or are not numbered from 0.
+        """
+        shapes = set(self.seen.values())
+        if len(shapes) != 1 or sorted(self.seen) != list(range(len(self.seen))):
+            raise ValueError(f"attention layers of one shape are needed, numbered from 0; found {self.seen}")
+        return Geometry(len(self.seen), *shapes.pop())
+
+
+@dataclass(slots=True)
+class _Masks:
+    """Additive masks by sliding window, made when a layer first asks."""
+
+    positions: torch.Tensor
+    """Positions of the queries, [batch, queries]."""
+    length: int
+    dtype: torch.dtype
+    made: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def get(self, window: int | None) -> torch.Tensor:
+        """Return the mask [batch, 1, queries, length] for a window (None: everything before)."""
+        if window is not None and window >= self.length:
+            window = None
+        mask = self.made.get(window)
+        if mask is None:
+            keys = torch.arange(self.length, device=self.positions.device)
+            queries = self.positions.unsqueeze(-1)
+            hidden = keys > queries
+            if window is not None:
+                hidden |= keys <= queries - window
+            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
+            mask = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+            self.made[window] = mask
+        return mask
+
+
+@dataclass(slots=True)
+class DecodeBlock:
+    """One new token for each of some rows of a pool.
+
+    Attributes:
+        stop: The tokens [0, stop) of the pool's part are these.
+        region: Attention reads the pool's first ``region`` rows.
+        places: Which of them have a token, or None when all have.
+        masks: For all rows of the region.
+    """
+
+    stop: int
+    region: int
+    places: torch.Tensor | None
+    masks: _Masks
+
+
+@dataclass(slots=True)
+class PrefillBlock:
+    """Pieces of some prompts, of similar lengths, padded to the longest.
+
+    Attributes:
+        rows: The pool's rows that they belong to.
+        width: Tokens of the longest piece.
+        length: Keys that are read of each row.
+        packed: Where each token of the padded block lies in the pool's part, [pieces, width]; padding repeats the
+            last token of its piece.
+        kept: Indices of the real tokens in the flattened block, and where they lie in the pool's part.
+        fresh: Whether all pieces begin at position 0.
+        masks: [pieces, width] positions.
+    """
+
+    rows: torch.Tensor
+    width: int
+    length: int
+    packed: torch.Tensor
+    kept: tuple[torch.Tensor, torch.Tensor]
+    fresh: bool
+    masks: _Masks
+
+
+@dataclass(slots=True)
+class PoolPlan:
+    """The part of a step that one pool serves.
+
+    Attributes:
+        pool: The pool.
+        start: First of its tokens in the packed step.
+        stop: One past the last.
+        index: Where their keys and values are written, [tokens * heads], into the pool's flat view.
+        decode: The tokens of decoding sequences, if any.
+        prefills: The pieces of prompts.
+    """
+
+    pool: KVPool
+    start: int
+    stop: int
+    index: torch.Tensor
+    decode: DecodeBlock | None
+    prefills: Sequence[PrefillBlock]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Write the new keys and values, then attend: [tokens, heads, dim] in and out."""
+        pool = self.pool
+        pool.flat_keys[layer].index_copy_(0, self.index, key.reshape(-1, key.shape[-1]))
+        pool.flat_values[layer].index_copy_(0, self.index, value.reshape(-1, value.shape[-1]))
+        keys, values = pool.keys[layer], pool.values[layer]
+        if self.decode is not None and not self.prefills:
+            return _decode(self.decode, query, keys, values, scale, window)
+        out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+        if self.decode is not None:
+            stop = self.decode.stop
+            out[:stop] = _decode(self.decode, query[:stop], keys, values, scale, window)
+        for block in self.prefills:
+            kept, places = block.kept
+            out[places] = _prefill(block, query, keys, values, scale, window)[kept]
+        return out
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one forward pass attends to, pool by pool in the order of its tokens."""
+
+    parts: Sequence[PoolPlan]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend for all tokens of the step."""
+        if len(self.parts) == 1:
+            return self.parts[0].attend(layer, query, key, value, scale, window)
+        pieces = [
+            part.attend(
+                layer,
+                query[part.start : part.stop],
+                key[part.start : part.stop],
+                value[part.start : part.stop],
+                scale,
+                window,
+            )
+            for part in self.parts
+        ]
+        return torch.cat(pieces)
+
+
+def _decode(
+    block: DecodeBlock,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend with one query per row. Grouped query heads become queries of their key head: nothing is repeated."""
+    tokens, heads, dim = query.shape
+    grouped = query.reshape(tokens, keys.shape[1], -1, dim)
+    if block.places is not None:
+        spread = grouped.new_zeros((block.region, *grouped.shape[1:]))
+        grouped = spread.index_copy_(0, block.places, grouped)
+    length = block.masks.length
+    out = scaled_dot_product_attention(
+        grouped,
+        keys[: block.region, :, :length],
+        values[: block.region, :, :length],
+        attn_mask=block.masks.get(window),
+        scale=scale,
+    )
+    if block.places is not None:
+        out = out[block.places]
+    return out.reshape(tokens, heads, -1)
+
+
+def _prefill(
+    block: PrefillBlock,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend with the padded pieces; returns [pieces * width, heads, value dim]."""
+    padded = query[block.packed].transpose(1, 2)
+    # The keys of tokens of this step were just written: a piece reads all of its own from the pool.
+    seen_keys = keys[:, :, : block.length][block.rows]
+    seen_values = values[:, :, : block.length][block.rows]
+    heads, width = padded.shape[1], block.width
+    grouped = heads != seen_keys.shape[1]
+    if block.fresh and block.length == width and (window is None or window >= block.length):
+        out = scaled_dot_product_attention(
+            padded, seen_keys, seen_values, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    else:
+        if grouped and query.device.type != "cpu":
+            # With a mask, only the CPU kernel shares key heads without a copy.
+            repeats = heads // seen_keys.shape[1]
+            seen_keys = seen_keys.repeat_interleave(repeats, dim=1)
+            seen_values = seen_values.repeat_interleave(repeats, dim=1)
+            grouped = False
+        rows = max(1, _MASK_ELEMENTS // (len(block.rows) * block.length))
+        parts = []
+        for start in range(0, width, rows):
+            masks = block.masks
+            if rows < width:
+                masks = _Masks(masks.positions[:, start : start + rows], masks.length, masks.dtype)
+            parts.append(
+                scaled_dot_product_attention(
+                    padded[:, :, start : start + rows],
+                    seen_keys,
+                    seen_values,
+                    attn_mask=masks.get(window),
+                    scale=scale,
+                    enable_gqa=grouped,
+                )
+            )
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return out.transpose(1, 2).reshape(-1, heads, out.shape[-1])
+
+
+def decode_block(
+    rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device
+) -> DecodeBlock:
+    """Plan the tokens of decoding sequences.
+
+    Args:
+        rows: Their rows in the pool, ascending.
+        positions: Position of each token.
+        dtype: Of the masks.
+        device: Of the masks.
+    """
+    region = int(rows[-1]) + 1
+    places = None
+    if region != len(rows):
+        places = torch.from_numpy(rows).to(device)
+        spread = np.zeros(region, dtype=np.int64)
+        spread[rows] = positions
+        positions = spread
+    masks = _Masks(torch.from_numpy(positions).to(device).unsqueeze(1), int(positions.max()) + 1, dtype)
+    return DecodeBlock(len(rows), region, places, masks)
+
+
+def prefill_blocks(
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[PrefillBlock]:
+    """Plan pieces of prompts, those of similar sizes together.
+
+    Args:
+        rows: The pool's row of each piece.
+        starts: Position of its first token.
+        sizes: How many tokens it has.
+        offset: Where the first piece lies in the pool's part of the step; the others follow.
+        dtype: Of the masks.
+        device: Of the masks.
+    """
+    begins = offset + np.cumsum(sizes) - sizes
+    order = np.argsort(-sizes, kind="stable")
+    blocks = []
+    first = 0
+    while first < len(order):
+        width = int(sizes[order[first]])
+        # A block ends where padding would be more than a third of it.
+        stop = first + int(np.searchsorted(-sizes[order[first:]], -(2 * width) // 3, side="right"))
+        chosen = order[first : max(stop, first + 1)]
+        steps = np.minimum(np.arange(width)[None, :], sizes[chosen][:, None] - 1)
+        real = (np.arange(width)[None, :] < sizes[chosen][:, None]).reshape(-1)
+        packed = begins[chosen][:, None] + steps
+        length = int((starts[chosen] + sizes[chosen]).max())
+        kept = np.flatnonzero(real)
+        blocks.append(
+            PrefillBlock(
+                rows=torch.from_numpy(rows[chosen]).to(device),
+                width=width,
+                length=length,
+                packed=torch.from_numpy(packed).to(device),
+                kept=(torch.from_numpy(kept).to(device), torch.from_numpy(packed.reshape(-1)[kept]).to(device)),
+                fresh=not starts[chosen].any(),
+                masks=_Masks(torch.from_numpy(starts[chosen][:, None] + steps).to(device), length, dtype),
+            )
+        )
+        first += len(chosen)
+    return blocks

@@ -1,0 +1,331 @@
+"""A Hugging Face causal language model as the engine runs it: packed steps, logits of chosen tokens, weights in place.
+
+A decoding step multiplies few rows by large matrices. oneDNN's kernels on a reordered matrix do that up to three
+times as fast as a call that gets the matrix as it lies; small matrices and single rows gain nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import linear
+
+from turnwise.engine.attention import (
+    IMPLEMENTATION,
+    Attend,
+    GeometryProbe,
+    PoolPlan,
+    StepPlan,
+    attention,
+    decode_block,
+    prefill_blocks,
+)
+from turnwise.engine.kv_cache import Geometry, KVPool
+from turnwise.engine.lora import BaseWeights, adapter_chain, merge_adapters
+from turnwise.errors import FormatError, InferenceError, MissingExtraError
+from turnwise.model.core import AdapterInfo
+
+_PACKED_FROM = 180_000
+"""Elements of the smallest matrix that is packed."""
+_SINGLE_FROM = 1_000_000
+"""Elements of the smallest fp32 matrix that is read packed for a single row."""
+_ROWS = 32
+"""Rows that the layout is made for; it serves any other number nearly as well."""
+_SHARE_OF_MEMORY = 8
+"""Copies take at most the machine's memory by this."""
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer; ``weight`` and ``bias`` stay what and where they were, so that tied ones stay tied."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        single = layer.weight.dtype != torch.float32 or layer.weight.numel() >= _SINGLE_FROM
+        self._least = layer.in_features if single else 2 * layer.in_features
+        self._packed: torch.Tensor
+        self.pack()
+
+    def pack(self) -> None:
+        """Copy the weight as it is now."""
+        # A tensor made in inference mode could not be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight.default(self.weight.detach(), _ROWS)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``rows @ weight.T + bias``: [..., in] to [..., out]."""
+        if rows.numel() < self._least:
+            return linear(rows, self.weight, self.bias)
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, self._packed, self.bias, "none", [], "")
+        return out
+
+
+def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
+    """Replace the linear layers of a model on the CPU that gain from it, the largest first while memory lasts.
+
+    Returns:
+        The new layers. Empty where torch has no such kernels for the model's device or dtype.
+    """
+    left = _memory() // _SHARE_OF_MEMORY
+    candidates = []
+    for parent in model.modules():
+        for name, layer in parent.named_children():
+            if type(layer) is torch.nn.Linear and _gains(layer.weight):
+                candidates.append((layer.weight.numel(), parent, name, layer))
+    made: list[PackedLinear] = []
+    for _, parent, name, layer in sorted(candidates, key=lambda candidate: -candidate[0]):
+        left -= layer.weight.nbytes
+        if left < 0:
+            break
+        packed = PackedLinear(layer)
+        setattr(parent, name, packed)
+        made.append(packed)
+    return made
+
+
+def _gains(weight: torch.Tensor) -> bool:
+    kernels: Any = torch.backends.mkldnn
+    if weight.device.type != "cpu" or not kernels.is_available() or weight.numel() < _PACKED_FROM:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+_REMEDY = "serve this model with another backend"
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_PROBE_TOKENS = 12
+
+
+class CausalLM:
+    """A loaded model.
+
+    Attributes:
+        geometry: What its attention layers store.
+        dtype: Of weights, keys and values.
+        device: Where it runs.
+        vocabulary: Ids that may occur in prompts are below this.
+        context_length: The longest sequence that its position embeddings are made for.
+        eos_ids: Ids that end a completion by the checkpoint's own generation config.
+    """
+
+    def __init__(self, path: str | Path, *, dtype: str = "auto", device: str = "auto") -> None:
+        """Load a checkpoint.
+
+        Args:
+            path: Directory in Hugging Face format, or that of an adapter, which is merged into its model.
+            dtype: ``auto`` (the checkpoint's), ``float32`` or ``bfloat16``.
+            device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+        Raises:
+            InferenceError: The checkpoint cannot be read, or its architecture is not one that the engine computes
+                exactly.
+            MissingExtraError: transformers is not installed.
+        """
+        try:
+            from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+        except ImportError as error:
+            raise MissingExtraError("transformers", "serve", "the built-in inference server") from error
+        AttentionInterface.register(IMPLEMENTATION, attention)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        try:
+            base, adapters = adapter_chain(path)
+            config = AutoConfig.from_pretrained(str(base))
+            _refuse_unsupported(config)
+            model = AutoModelForCausalLM.from_pretrained(
+                str(base), config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
+            )
+            merge_adapters(model, adapters)
+        except (OSError, ValueError, KeyError, FormatError) as error:
+            raise InferenceError(f"the model {str(path)!r} cannot be loaded: {error}") from error
+        self._model: Any = model.eval().requires_grad_(False).to(self.device)
+        self._config: Any = self._model.config.get_text_config()
+        self.dtype: torch.dtype = self._model.dtype
+        self.vocabulary: int = int(self._model.get_input_embeddings().weight.shape[0])
+        longest = getattr(self._config, "max_position_embeddings", None)
+        if longest is None:
+            raise InferenceError(f"{self._architecture} names no max_position_embeddings; {_REMEDY}")
+        self.context_length: int = int(longest)
+        generation: Any = self._model.generation_config
+        eos = generation.eos_token_id if generation is not None else None
+        eos = self._config.eos_token_id if eos is None else eos
+        self.eos_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+        self._packed: list[PackedLinear] = pack_linears(self._model)
+        self._base = BaseWeights()
+        self.geometry = self._probe()
+        self._prove()
+
+    def forward(
+        self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], plan: Attend, keep: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Run one packed step.
+
+        Args:
+            ids: int64 of shape [T].
+            positions: int64 of shape [T]: position of each token in its own sequence.
+            plan: What the tokens attend to.
+            keep: int64: the tokens whose logits are wanted.
+
+        Returns:
+            Logits [len(keep), vocabulary].
+        """
+        output = self._model(
+            input_ids=torch.from_numpy(ids).to(self.device).unsqueeze(0),
+            position_ids=torch.from_numpy(positions).to(self.device).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(keep).to(self.device),
+            plan=plan,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Replace all weights in place. Nothing is changed unless every tensor fits.
+
+        Tied weights may be given under any of their names, or under several with equal values.
+
+        Raises:
+            FormatError: A name is missing or unknown, a shape differs, or a dtype is not a floating one.
+        """
+        targets = self._model.state_dict(keep_vars=True)
+        groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for name, target in targets.items():
+            groups.setdefault((target.data_ptr(), tuple(target.shape)), []).append(name)
+        problems = [f"unknown name {name!r}" for name in tensors if name not in targets]
+        chosen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for names in groups.values():
+            given = [name for name in names if name in tensors]
+            if not given:
+                problems.append(f"missing {names[0]!r}")
+                continue
+            target, tensor = targets[given[0]], tensors[given[0]]
+            for name in given:
+                if tuple(tensors[name].shape) != tuple(target.shape):
+                    problems.append(f"{name} has shape {tuple(tensors[name].shape)}, not {tuple(target.shape)}")
+                elif tensors[name].is_floating_point() != target.is_floating_point():
+                    problems.append(f"{name} has dtype {tensors[name].dtype}, not {target.dtype}")
+                elif tensors[name] is not tensor and not torch.equal(tensors[name], tensor):
+                    problems.append(f"{name} is tied to {given[0]}, but their values differ")
+            chosen.append((target, tensor))
+        if problems:
+            shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+            raise FormatError(
+                f"weights version {version} do not fit the served model ({len(problems)} problems: {shown}): "
+                "send the state dict of the same architecture"
+            )
+        with torch.inference_mode():
+            for target, tensor in chosen:
+                target.copy_(tensor)
+        for layer in self._packed:
+            layer.pack()
+        self._base.replaced()
+
+    def load_adapter(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> None:
+        """Replace the weights by those of the checkpoint with an adapter on them, in place. All, or nothing.
+
+        Raises:
+            FormatError: It does not fit, or the checkpoint's weights were replaced since the launch.
+        """
+        packed = {layer.weight.data_ptr(): layer for layer in self._packed}
+
+        def changed(matrix: torch.Tensor) -> None:
+            if (layer := packed.get(matrix.data_ptr())) is not None:
+                layer.pack()
+
+        self._base.load(self._model.state_dict(keep_vars=True), tensors, adapter, version, changed)
+
+    def _probe(self) -> Geometry:
+        probe = GeometryProbe()
+        ids = np.zeros(2, dtype=np.int64)
+        try:
+            with torch.inference_mode():
+                self.forward(ids, np.arange(2), probe, np.arange(1))
+            return probe.geometry()
+        except (TypeError, ValueError) as error:
+            raise InferenceError(
+                f"{self._architecture} cannot run in the built-in engine: {error}; {_REMEDY}"
+            ) from error
+
+    @property
+    def _architecture(self) -> str:
+        return str(self._config.model_type)
+
+    def _prove(self) -> None:
+        """Hold the packed path, prompt in two pieces and then decoding, against the model's own eager attention.
+
+        Raises:
+            InferenceError: The logits differ: the architecture has something that the packed path lacks.
+        """
+        count = _PROBE_TOKENS
+        ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
+        pool = KVPool(self.geometry, 32, self.dtype, self.device)
+        pool.resize(2)
+        # Two equal sequences: one in pieces of 5, 4, 1, 1 and 1 tokens, the other all at once beside them.
+        found = []
+        with torch.inference_mode():
+            for start, stop in ((0, 5), (5, 9), (9, 10), (10, 11), (11, 12)):
+                whole = start == 0
+                logits = self._prove_step(pool, ids, start, stop, whole)
+                found.append(logits[: stop - start])
+                if whole:
+                    found.append(logits[stop - start :])
+            self._model.set_attn_implementation("eager")
+            expected = (
+                self._model(input_ids=torch.from_numpy(ids).to(self.device).unsqueeze(0), use_cache=False)
+                .logits[0]
+                .float()
+            )
+            self._model.set_attn_implementation(IMPLEMENTATION)
+        tolerance = (2e-4 if self.dtype == torch.float32 else 6e-2) * (1.0 + float(expected.abs().max()))
+        pieces = torch.cat([found[0], *found[2:]]).float()
+        gap = max(float((pieces - expected).abs().max()), float((found[1].float() - expected).abs().max()))
+        if not gap <= tolerance:
+            raise InferenceError(
+                f"{self._architecture} cannot be served by the engine: its logits differ by {gap:.3g} from the "
+                f"model's own (allowed: {tolerance:.3g}); {_REMEDY}"
+            )
+
+    def _prove_step(self, pool: KVPool, ids: npt.NDArray[np.int64], start: int, stop: int, whole: bool) -> torch.Tensor:
+        size, heads = stop - start, np.arange(self.geometry.heads)[None, :]
+        positions = np.arange(start, stop)
+        tokens, lines = ids[start:stop], np.zeros(size, dtype=np.int64)
+        starts, sizes, rows = np.array([start]), np.array([size]), np.array([0])
+        if whole:
+            count = len(ids)
+            positions = np.concatenate([positions, np.arange(count)])
+            tokens, lines = np.concatenate([tokens, ids]), np.concatenate([lines, np.ones(count, dtype=np.int64)])
+            starts, sizes, rows = np.array([0, 0]), np.array([size, count]), np.array([0, 1])
+        index = (lines[:, None] * self.geometry.heads + heads) * pool.capacity + positions[:, None]
+        decode, prefills = None, []
+        if size == 1 and not whole:
+            decode = decode_block(rows, positions, self.dtype, self.device)
+        else:
+            prefills = prefill_blocks(rows, starts, sizes, 0, self.dtype, self.device)
+        flat = torch.from_numpy(index.reshape(-1)).to(self.device)
+        plan = StepPlan([PoolPlan(pool, 0, len(tokens), flat, decode, prefills)])
+        return self.forward(tokens, positions, plan, np.arange(len(tokens)))
+
+
+def _refuse_unsupported(config: Any) -> None:
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise InferenceError(f"{config.model_type} is an encoder-decoder model; {_REMEDY}")
+    rope = text.to_dict().get("rope_parameters") or {}
+    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    for kind in kinds & set(_BATCH_DEPENDENT_ROPE):
+        raise InferenceError(
+            f"{config.model_type} uses rope_type {kind!r}, whose angles depend on what else is in the batch; {_REMEDY}"
+        )

@@ -1,0 +1,423 @@
+"""Which sequence owns which row of keys and values.
+
+Rows of one capacity lie densely, because attention over them is bound by memory. Rows in use are kept at the low end
+of their pool, so that one attention call reads a view of it; a few holes are cheaper than moving rows at once.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a model's attention layers store.
+
+    Attributes:
+        layers: How many layers.
+        heads: Key/value heads.
+        key_dim: Size of a key.
+        value_dim: Size of a value.
+    """
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on the CPU as pages that cost nothing until they are written."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+
+
+class KVPool:
+    """Rows that hold ``capacity`` tokens each.
+
+    Attributes:
+        capacity: Tokens per row.
+        owner: int64 of shape [rows]: the slot that owns a row, or -1.
+        keys: Per layer, a view of shape [rows, heads, capacity, key_dim].
+        values: Per layer, a view of shape [rows, heads, capacity, value_dim].
+    """
+
+    __slots__ = ("_data", "_geometry", "capacity", "flat_keys", "flat_values", "keys", "owner", "values")
+
+    def __init__(self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._geometry = geometry
+        self.capacity = capacity
+        # Zeros, not empty: what a mask hides must still be finite.
+        self._bind(self._allocate(0, dtype, device))
+        self.owner = np.zeros(0, dtype=np.int64)
+
+    @property
+    def rows(self) -> int:
+        """How many rows are allocated."""
+        return len(self.owner)
+
+    @property
+    def used(self) -> int:
+        """How many rows have an owner."""
+        return int((self.owner >= 0).sum())
+
+    def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        shape = self._geometry
+        width = max(shape.key_dim, shape.value_dim)
+        return _zeros((2, shape.layers, rows, shape.heads, self.capacity, width), dtype, device)
+
+    def _bind(self, data: torch.Tensor) -> None:
+        shape = self._geometry
+        self._data = data
+        self.keys = [layer[..., : shape.key_dim] for layer in data[0]]
+        self.values = [layer[..., : shape.value_dim] for layer in data[1]]
+        width = data.shape[-1]
+        self.flat_keys = [layer.view(-1, width)[:, : shape.key_dim] for layer in data[0]]
+        self.flat_values = [layer.view(-1, width)[:, : shape.value_dim] for layer in data[1]]
+
+    def resize(self, rows: int) -> npt.NDArray[np.int64]:
+        """Change the number of rows; rows in use move to the low end when that is needed.
+
+        Returns:
+            int64 of shape [old rows]: the new place of each old row, -1 for rows that are gone.
+        """
+        places = np.full(self.rows, -1, dtype=np.int64)
+        if rows >= self.rows:
+            places[:] = np.arange(self.rows)
+        else:
+            kept = np.flatnonzero(self.owner >= 0)
+            places[kept] = np.arange(len(kept))
+        data = self._allocate(rows, self._data.dtype, self._data.device)
+        for row in np.flatnonzero((self.owner >= 0) & (places >= 0)).tolist():
+            data[:, :, int(places[row])].copy_(self._data[:, :, row])
+        old = np.flatnonzero(places >= 0)
+        owner = np.full(rows, -1, dtype=np.int64)
+        owner[places[old]] = self.owner[old]
+        self.owner = owner
+        self._bind(data)
+        return places
+
+    def copy_row(self, row: int, source: KVPool, source_row: int, tokens: int) -> None:
+        """Copy the first ``tokens`` keys and values of a row, of this pool or another."""
+        self._data[:, :, row, :, :tokens].copy_(source._data[:, :, source_row, :, :tokens])
+
+    def exchange(self, left: npt.NDArray[np.int64], right: npt.NDArray[np.int64], tokens: int) -> None:
+        """Swap rows pairwise, contents and owners, up to ``tokens`` tokens of each."""
+        # Row by row, with plain copies of long runs: indexing all rows at once takes three times as long.
+        for low, high in zip(left.tolist(), right.tolist(), strict=True):
+            one, other = self._data[:, :, low, :, :tokens], self._data[:, :, high, :, :tokens]
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+        self.owner[left], self.owner[right] = self.owner[right].copy(), self.owner[left].copy()
+
+    def zero_row(self, row: int) -> None:
+        """Overwrite a row with zeros (it held values that are not finite)."""
+        self._data[:, :, row].zero_()
+
+
+FREE, ACTIVE, RETAINED = 0, 1, 2
+_FIRST_ROWS, _FIRST_TOKENS = 16, 4096
+_FIRST_WIDTH = 256
+_HOLES_ALLOWED = 4
+_MOVE_COST = 8
+"""Moving a row costs about as much as attention over it in this many steps."""
+
+
+def capacities(longest: int) -> list[int]:
+    """Return the row capacities, 32 * {1, 2, 3, 4, 6, 8, 12, ...}, the last of which holds ``longest`` tokens."""
+    sizes = [32]
+    while sizes[-1] < longest:
+        last = sizes[-1]
+        power = 1 << (last.bit_length() - 1)
+        sizes.append(64 if last == 32 else power + power // 2 if last == power else 2 * power)
+    return sizes
+
+
+def widen(array: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Return a copy of [rows, columns] with more columns, filled with zeros."""
+    wider = np.zeros((array.shape[0], width), dtype=array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider
+
+
+class KVCache:
+    """Slots for sequences, each with its tokens and a row for their keys and values.
+
+    Attributes:
+        longest: Most tokens of a slot.
+        ids: int32 of shape [slots, width]: the tokens of each slot; grows up to ``longest``.
+        length: int64 of shape [slots]: how many tokens are known.
+        cached: int64 of shape [slots]: of how many the keys and values are there.
+        pool_of: int64 of shape [slots]: index into ``pools``.
+        row_of: int64 of shape [slots]: row in that pool.
+        state: int8 of shape [slots]: free, active or retained.
+        pools: One per capacity, smallest first.
+        capacity: int64 of shape [pools]: theirs.
+    """
+
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, *, slots: int, longest: int, budget: int
+    ) -> None:
+        sizes = capacities(longest)
+        if budget < sizes[-1]:
+            raise ValueError(
+                f"kv_tokens is {budget}, but one sequence of max_context={longest} tokens takes {sizes[-1]}: "
+                f"raise kv_tokens to at least {sizes[-1]}, or lower max_context"
+            )
+        self.budget = budget
+        self.pools = [KVPool(geometry, size, dtype, device) for size in sizes]
+        self.capacity = np.asarray(sizes)
+        self.longest = longest
+        self.ids = np.zeros((slots, min(longest, _FIRST_WIDTH)), dtype=np.int32)
+        self.length = np.zeros(slots, dtype=np.int64)
+        self.cached = np.zeros(slots, dtype=np.int64)
+        self.pool_of = np.zeros(slots, dtype=np.int64)
+        self.row_of = np.zeros(slots, dtype=np.int64)
+        self.state = np.zeros(slots, dtype=np.int8)
+        self._used_at = np.zeros(slots, dtype=np.int64)
+        self._clock = 0
+        self._top = 0
+        self._waste = np.zeros(len(sizes), dtype=np.int64)
+
+    @property
+    def allocated(self) -> int:
+        """Tokens that memory is allocated for."""
+        return sum(pool.rows * pool.capacity for pool in self.pools)
+
+    def count(self, state: int) -> int:
+        """Return how many slots are in a state."""
+        return int((self.state == state).sum())
+
+    def take(self, tokens: npt.NDArray[np.int32], *, source: int | None = None) -> int | None:
+        """Give a sequence an active slot and a row that holds it.
+
+        Args:
+            tokens: int32 of shape [tokens]; nothing of it is cached yet.
+            source: A slot that is not dropped for this, since it will be copied from.
+
+        Returns:
+            The slot, or None when no memory is left that is not in use.
+        """
+        if source is not None and self.state[source] == RETAINED:
+            self.state[source] = ACTIVE
+            slot = self.take(tokens)
+            self.state[source] = RETAINED
+            return slot
+        free = np.flatnonzero(self.state == FREE)
+        if not len(free):
+            oldest = self._oldest(RETAINED)
+            if oldest is None:
+                return None
+            self.release(oldest)
+            free = np.asarray([oldest])
+        slot = int(free[0])
+        pool = self._pool_for(len(tokens) + 1)
+        row = self._row(pool)
+        if row is None:
+            return None
+        self._top = max(self._top, slot + 1)
+        self.pools[pool].owner[row] = slot
+        self.pool_of[slot], self.row_of[slot] = pool, row
+        self.state[slot] = ACTIVE
+        self.cached[slot] = 0
+        self._write(slot, tokens)
+        return slot
+
+    def reuse(self, slot: int, tokens: npt.NDArray[np.int32], shared: int) -> bool:
+        """Make a retained slot active again for a sequence that begins with its first ``shared`` tokens.
+
+        Returns:
+            False when no larger row is left for it; the slot is then still retained.
+        """
+        self.state[slot] = ACTIVE
+        if not self.grow(slot, len(tokens) + 1):
+            self.state[slot] = RETAINED
+            return False
+        self.cached[slot] = min(shared, int(self.cached[slot]))
+        self._write(slot, tokens)
+        return True
+
+    def share(self, slot: int, source: int, tokens: int) -> None:
+        """Copy the keys and values of the first ``tokens`` tokens from another slot."""
+        to, origin = self.pools[self.pool_of[slot]], self.pools[self.pool_of[source]]
+        to.copy_row(int(self.row_of[slot]), origin, int(self.row_of[source]), tokens)
+        self.cached[slot] = tokens
+        self._touch(source)
+
+    def grow(self, slot: int, tokens: int) -> bool:
+        """See that a slot's row holds ``tokens`` tokens; it may move to a larger one.
+
+        Returns:
+            False when no memory is left that is not in use; nothing has changed then.
+        """
+        old = int(self.pool_of[slot])
+        if self.pools[old].capacity >= tokens:
+            return True
+        new = self._pool_for(tokens)
+        row = self._row(new)
+        if row is None:
+            return False
+        old_row = int(self.row_of[slot])
+        self.pools[new].copy_row(row, self.pools[old], old_row, int(self.cached[slot]))
+        self.pools[old].owner[old_row] = -1
+        self.pools[new].owner[row] = slot
+        self.pool_of[slot], self.row_of[slot] = new, row
+        return True
+
+    def append(self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> None:
+        """Add one token to each of these slots; where ``kept`` is False it stands there but does not count."""
+        places = self.length[slots]
+        self._widen(int(places.max()) + 1)
+        self.ids[slots, places] = ids
+        self.length[slots] += kept
+
+    def retain(self, slot: int) -> None:
+        """Keep a finished sequence's keys and values until their memory is wanted."""
+        self.state[slot] = RETAINED
+        self._touch(slot)
+
+    def release(self, slot: int, *, poisoned: bool = False) -> None:
+        """Give a slot and its row back. ``poisoned`` rows (values not finite) are zeroed first."""
+        pool, row = self.pools[self.pool_of[slot]], int(self.row_of[slot])
+        if poisoned:
+            pool.zero_row(row)
+        pool.owner[row] = -1
+        self.state[slot] = FREE
+        self.length[slot] = self.cached[slot] = 0
+
+    def drop_retained(self) -> None:
+        """Forget every retained prefix."""
+        for slot in np.flatnonzero(self.state == RETAINED):
+            self.release(int(slot))
+
+    def shared_prefixes(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Return, for each slot up to the last one in use, how many first tokens it shares with ``tokens``."""
+        top, size = self._top, len(tokens)
+        known = np.minimum(self.length[:top], size)
+        head = min(size, 64)
+        equal = self.ids[:top, :head] == tokens[:head]
+        shared = np.where(equal.all(axis=1), head, equal.argmin(axis=1))
+        if size > head:
+            deep = np.flatnonzero((shared == head) & (known > head))
+            # Nothing that is known reaches beyond the width of the table.
+            width = min(size, self.ids.shape[1])
+            equal = self.ids[deep, :width] == tokens[:width]
+            shared[deep] = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
+        return np.minimum(shared, known)
+
+    def compact(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Move the rows of these active slots to the low end of their pools where too many holes lie between.
+
+        Returns:
+            Whether rows moved.
+        """
+        moved = False
+        pools, rows = self.pool_of[slots], self.row_of[slots]
+        for index in np.unique(pools).tolist():
+            mine = rows[pools == index]
+            holes = int(mine.max()) + 1 - len(mine)
+            # Holes are often filled again soon. They are moved away when what they have cost equals the move.
+            self._waste[index] = self._waste[index] + holes if holes else 0
+            if holes <= _HOLES_ALLOWED or self._waste[index] < _MOVE_COST * holes:
+                continue
+            self._waste[index] = 0
+            pool = self.pools[index]
+            high = mine[mine >= len(mine)]
+            low = np.setdiff1d(np.arange(len(mine)), mine)[: len(high)]
+            owners = np.concatenate([pool.owner[low], pool.owner[high]])
+            owners = owners[owners >= 0]
+            pool.exchange(low, high, int(self.cached[owners].max(initial=0)))
+            self._locate(index)
+            moved = True
+        return moved
+
+    def _touch(self, slot: int) -> None:
+        self._clock += 1
+        self._used_at[slot] = self._clock
+
+    def _widen(self, tokens: int) -> None:
+        width = self.ids.shape[1]
+        if width < tokens:
+            self.ids = widen(self.ids, min(max(tokens, 2 * width), self.longest))
+
+    def _write(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
+        start = int(self.cached[slot])
+        self._widen(len(tokens))
+        self.ids[slot, start : len(tokens)] = tokens[start:]
+        self.length[slot] = len(tokens)
+        self._touch(slot)
+
+    def _pool_for(self, tokens: int) -> int:
+        return min(int(np.searchsorted(self.capacity, tokens)), len(self.pools) - 1)
+
+    def _oldest(self, state: int, pool: int | None = None) -> int | None:
+        chosen = self.state == state
+        if pool is not None:
+            chosen &= self.pool_of == pool
+        slots = np.flatnonzero(chosen)
+        return int(slots[self._used_at[slots].argmin()]) if len(slots) else None
+
+    def _row(self, index: int) -> int | None:
+        """Find a row without owner: a free one, a new one, or that of the prefix used least recently."""
+        pool = self.pools[index]
+        free = np.flatnonzero(pool.owner < 0)
+        if len(free):
+            return self._lower(index, int(free[0]))
+        room = (self.budget - self.allocated) // pool.capacity
+        if not room:
+            oldest = self._oldest(RETAINED, index)
+            if oldest is not None:
+                row = int(self.row_of[oldest])
+                self.release(oldest)
+                return self._lower(index, row)
+            self._reclaim(pool.capacity)
+            room = (self.budget - self.allocated) // pool.capacity
+            if not room:
+                return None
+        rows = pool.rows
+        wanted = max(1, min(_FIRST_ROWS, _FIRST_TOKENS // pool.capacity), rows)
+        pool.resize(rows + int(min(room, wanted)))
+        return self._lower(index, rows)
+
+    def _lower(self, index: int, row: int) -> int:
+        """Return ``row``, or a lower one that a prefix leaves for it: attention reads all rows below the last."""
+        pool = self.pools[index]
+        low = pool.owner[: min(row, int(((self.state == ACTIVE) & (self.pool_of == index)).sum()) + _HOLES_ALLOWED)]
+        idle = low[self.state[low] == RETAINED]
+        if not len(idle):
+            return row
+        slot = int(idle[self._used_at[idle].argmin()])
+        place = int(self.row_of[slot])
+        pool.copy_row(row, pool, place, int(self.cached[slot]))
+        pool.owner[row], pool.owner[place] = slot, -1
+        self.row_of[slot] = row
+        return place
+
+    def _reclaim(self, tokens: int) -> None:
+        """Free ``tokens`` tokens of memory: rows without owner first, then prefixes, the oldest first."""
+        while self.budget - self.allocated < tokens:
+            slack = [index for index, pool in enumerate(self.pools) if pool.used < pool.rows]
+            if slack:
+                for index in slack:
+                    self.pools[index].resize(self.pools[index].used)
+                    self._locate(index)
+                continue
+            oldest = self._oldest(RETAINED)
+            if oldest is None:
+                return
+            self.release(oldest)
+
+    def _locate(self, index: int) -> None:
+        """Write down where the owners of a pool's rows now lie."""
+        rows = np.flatnonzero(self.pools[index].owner >= 0)
+        self.row_of[self.pools[index].owner[rows]] = rows

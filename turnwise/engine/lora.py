@@ -1,0 +1,244 @@
+"""Low-rank adapters on served weights: what an adapter-only weight version does to the matrices that it names.
+
+A checkpoint of a run with ``model.lora`` is such a folder. It can be named wherever a model's folder can.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from turnwise.errors import FormatError
+from turnwise.model.core import AdapterInfo
+
+
+def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return ``W0 + scale * B A`` in the dtype of W0, summed in float32 (LoRA: arXiv:2106.09685, equation 3).
+
+    Args:
+        base: W0, shape [out, in].
+        down: A, shape [rank, in].
+        up: B, shape [out, rank].
+        scale: alpha / rank.
+    """
+    whole = torch.addmm(base.float(), up.to(base.device).float(), down.to(base.device).float(), alpha=scale)
+    return whole.to(base.dtype)
+
+
+class BaseWeights:
+    """The matrices that adapters change, as they were launched.
+
+    Each version is computed from these and from nothing else, so that no rounding gathers over many versions. They are
+    copied when the first adapter names them: a server that is never sent one keeps none.
+    """
+
+    def __init__(self) -> None:
+        self._base: dict[str, Tensor] = {}
+        self._replaced = False
+
+    def replaced(self) -> None:
+        """Note that the weights were replaced as a whole: what was launched is gone."""
+        self._base = {}
+        self._replaced = True
+
+    def load(
+        self,
+        served: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        adapter: AdapterInfo,
+        version: int,
+        changed: Callable[[Tensor], None],
+    ) -> None:
+        """Put a version of an adapter into the served weights, in the place of any other. All of it, or nothing.
+
+        Args:
+            served: The parameters in use, by name.
+            tensors: What the manifest holds.
+            adapter: What it says of them.
+            version: For messages.
+            changed: Called with each parameter after it was changed.
+
+        Raises:
+            FormatError: A tensor is missing, unknown or of another shape, or the weights are no longer those that the
+                server was launched with; nothing has changed.
+        """
+        if self._replaced:
+            raise FormatError(
+                f"weights version {version} is an adapter of the model that this server was launched with, but its "
+                "weights were replaced as a whole since: launch it again, or send whole weights"
+            )
+        problems = list(_problems(served, tensors, adapter))
+        if problems:
+            shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+            raise FormatError(
+                f"weights version {version} is an adapter that does not fit the served model ({len(problems)} "
+                f"problems: {shown}): send that of the same architecture, rank and targets as its manifest says"
+            )
+        with torch.inference_mode():
+            named = {f"{target}.weight": target for target in adapter.targets}
+            for name in self._base.keys() - named.keys():
+                served[name].copy_(self._base[name])
+                changed(served[name])
+            for name, target in named.items():
+                if name not in self._base:
+                    self._base[name] = served[name].clone()
+                base = self._base[name]
+                down, up = (tensors[f"{target}.{part}.weight"] for part in ("lora_A", "lora_B"))
+                served[name].copy_(merged(base, down, up, adapter.scale))
+                changed(served[name])
+
+
+def _problems(served: Mapping[str, Tensor], tensors: Mapping[str, Tensor], adapter: AdapterInfo) -> list[str]:
+    known = set()
+    found: list[str] = []
+    for target in adapter.targets:
+        matrix = served.get(f"{target}.weight")
+        if matrix is None or matrix.ndim != 2:
+            found.append(f"no matrix {target}.weight")
+            continue
+        shapes = {"lora_A": (adapter.rank, matrix.shape[1]), "lora_B": (matrix.shape[0], adapter.rank)}
+        for part, shape in shapes.items():
+            name = f"{target}.{part}.weight"
+            known.add(name)
+            if name not in tensors:
+                found.append(f"missing {name!r}")
+            elif tuple(tensors[name].shape) != shape:
+                found.append(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
+    places = [served[f"{each}.weight"].data_ptr() for each in adapter.targets if f"{each}.weight" in served]
+    if len(set(places)) < len(places):
+        found.append("two targets are one tied matrix")
+    return found + [f"unknown name {name!r}" for name in tensors if name not in known]
+
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+PREFIX: Final = "base_model.model."
+"""What stands before a module's name in the weights of an adapter."""
+
+# Settings of peft under which an adapter is something else than one product of two factors per matrix.
+_OTHER = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
+          "target_parameters", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """An adapter on disk.
+
+    Attributes:
+        path: Its folder.
+        base: The folder of the model that it belongs to.
+        info: Rank, scale and targets.
+        tensors: Its factors, named as in :class:`AdapterInfo`.
+    """
+
+    path: Path
+    base: Path
+    info: AdapterInfo
+    tensors: dict[str, Tensor]
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Return whether a folder holds an adapter and no model."""
+    folder = Path(path)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return False
+    return not any(folder.glob("model*.safetensors"))
+
+
+def adapter_chain(path: str | Path) -> tuple[Path, list[SavedAdapter]]:
+    """Return the folder of the model under an adapter, and the adapters on it in the order in which they are applied.
+
+    An adapter may have been trained on a model that is an adapter's folder itself. Of a model's own folder there are
+    none.
+
+    Raises:
+        FormatError: A folder or file is missing or broken, or an adapter is of a kind that cannot be merged.
+    """
+    base, chain = Path(path), list[SavedAdapter]()
+    while is_adapter(base):
+        if any(each.path.resolve() == base.resolve() for each in chain):
+            raise FormatError(f"{base / ADAPTER_CONFIG}: the adapter names itself as its model")
+        chain.insert(0, read_adapter(base))
+        base = chain[0].base
+    return base, chain
+
+
+def model_under(path: str | Path) -> Path:
+    """Return the folder of the model under an adapter, and under the adapters that it stands on; weights are not read.
+
+    Raises:
+        FormatError: A folder or file is missing or broken, or an adapter is of a kind that cannot be merged.
+    """
+    base, seen = Path(path), set[Path]()
+    while is_adapter(base):
+        if base.resolve() in seen:
+            raise FormatError(f"{base / ADAPTER_CONFIG}: the adapter names itself as its model")
+        seen.add(base.resolve())
+        base = read_settings(base)[0]
+    return base
+
+
+def read_settings(path: Path) -> tuple[Path, int, float]:
+    """Return the base model's folder, the rank, and alpha so that alpha / rank is the scale.
+
+    Raises:
+        FormatError: The settings cannot be read, or are of another kind of adapter.
+    """
+    file = path / ADAPTER_CONFIG
+    try:
+        said: Any = json.loads(file.read_text(encoding="utf-8"))
+        rank, alpha, base = int(said["r"]), float(said["lora_alpha"]), str(said["base_model_name_or_path"])
+        kind = said["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{file} cannot be read as the settings of an adapter: {error!r}") from error
+    other = [name for name in _OTHER if said.get(name)] + (["bias"] if said.get("bias", "none") != "none" else [])
+    if kind != "LORA" or other:
+        what = f"sets {', '.join(other)}" if other else f"is of the kind {kind}"
+        raise FormatError(f"{file} {what}: only plain LoRA can be read; merge it with peft and name the merged model")
+    folder = Path(base)
+    if not folder.is_dir():
+        raise FormatError(
+            f"{file} says base_model_name_or_path {base!r}, and there is no such folder: write there where the model "
+            "lies now"
+        )
+    return folder, rank, alpha * math.sqrt(rank) if said.get("use_rslora") else alpha
+
+
+def read_adapter(path: Path) -> SavedAdapter:
+    """Read an adapter's folder.
+
+    Raises:
+        FormatError: It is missing something, broken, or of another kind.
+    """
+    base, rank, alpha = read_settings(path)
+    file = path / ADAPTER_WEIGHTS
+    try:
+        found = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"{file} cannot be read: {error}") from error
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+    targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
+    return SavedAdapter(path, base, AdapterInfo(rank, alpha, tuple(targets)), tensors)
+
+
+def merge_adapters(model: torch.nn.Module, chain: Sequence[SavedAdapter]) -> None:
+    """Add adapters to the matrices of their model, in order.
+
+    Raises:
+        FormatError: One does not fit.
+    """
+    for adapter in chain:
+        served = model.state_dict(keep_vars=True)
+        try:
+            BaseWeights().load(served, adapter.tensors, adapter.info, 0, lambda _: None)
+        except FormatError as error:
+            raise FormatError(f"{adapter.path}: {error}") from error

@@ -1,0 +1,531 @@
+"""The process of a reward model's server: ``python -m turnwise.engine.reward_model``.
+
+A request holds ``messages`` (the chat template is applied, without a generation prompt) or ``input`` (a text, texts,
+ids, or lists of ids), and may hold ``use_activation`` (default true, as in vLLM: a sigmoid of one output, a softmax of
+several; a regression has none), ``chat_template_kwargs`` (with messages), ``add_special_tokens`` (with texts, default
+true) and ``model``. The answer's
+``data[i].probs`` are the outputs of input ``i``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+import torch
+
+from turnwise.chat.model_dir import check_trained, read_model_dir
+from turnwise.chat.template import ChatTemplate, template_digest
+from turnwise.chat.tokens import Tokens
+from turnwise.errors import FormatError, InferenceError, MissingExtraError, RenderError, TurnwiseError, shown
+from turnwise.inference import wire
+from turnwise.inference.builtin import RewardServerSpec
+from turnwise.inference.http_process import HTTPProcess, Receive, Scope, Send, answer_json, read_body
+from turnwise.inference.wire import BadRequest
+from turnwise.types import text_of
+
+CLASSIFY = "/classify"
+_KNOWN = frozenset(
+    ("model", "user", "request_id", "priority", "input", "messages", "use_activation", "add_special_tokens",
+     "chat_template_kwargs")
+)  # fmt: skip
+
+
+class Encode(Protocol):
+    """Texts and conversations to ids."""
+
+    def text(self, text: str, *, special: bool) -> list[int]:
+        """Return the ids of a text."""
+
+    def chat(self, messages: list[dict[str, Any]], *, arguments: dict[str, Any]) -> list[int]:
+        """Return the ids of a conversation. Raises RenderError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served.
+
+    Attributes:
+        name: The served name.
+        label_names: The name of each output.
+        problem_type: Of the model's configuration.
+        vocabulary: Ids are below this.
+        max_context: Most tokens of an input.
+    """
+
+    name: str
+    label_names: Sequence[str]
+    problem_type: str | None
+    vocabulary: int
+    max_context: int
+
+
+class RewardApp:
+    """The ASGI application.
+
+    Args:
+        served: What is served.
+        encode: Texts and conversations to ids.
+        submit: Queues an input; the future gets its raw outputs.
+        stats: Returns counts.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        encode: Encode,
+        submit: Callable[[list[int]], Future[list[float]]],
+        stats: Callable[[], dict[str, int]],
+    ) -> None:
+        self._served = served
+        self._encode = encode
+        self._submit = submit
+        self._stats = stats
+        self._started = int(time.time())
+        self._received = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        route = scope["method"], scope["path"]
+        if route == ("POST", CLASSIFY):
+            await self._classify(receive, send)
+        elif route == ("GET", "/health"):
+            await answer_json(send, 200, b'{"status":"ok"}')
+        elif route == ("GET", "/v1/models"):
+            await answer_json(send, 200, orjson.dumps({"object": "list", "data": [self._card()]}))
+        elif route == ("GET", "/stats"):
+            await answer_json(send, 200, orjson.dumps(self._stats()))
+        else:
+            known = f"POST {CLASSIFY}, GET /health, GET /v1/models, GET /stats"
+            message = f"{' '.join(route)} is no route of this server; there are {known}"
+            await answer_json(send, 404, wire.encode_error(message, status=404))
+
+    async def _classify(self, receive: Receive, send: Send) -> None:
+        try:
+            body = wire.decode_json(await read_body(receive))
+            inputs = self._inputs(body)
+            activate = _activation(body, self._served)
+        except FormatError as error:
+            field = error.field if isinstance(error, BadRequest) else None
+            status = 404 if field == "model" else 400
+            await answer_json(send, status, wire.encode_error(str(error), status=status, field=field))
+            return
+        self._received += 1
+        running = [asyncio.wrap_future(self._submit(ids)) for ids in inputs]
+        try:
+            outputs = await asyncio.gather(*running)
+        except InferenceError as error:
+            await answer_json(send, 500, wire.encode_error(str(error), status=500))
+            return
+        if not all(math.isfinite(value) for values in outputs for value in values):
+            await answer_json(send, 500, wire.encode_error("the model's output is not finite", status=500))
+            return
+        await answer_json(send, 200, orjson.dumps(self._answer(body, inputs, [activate(each) for each in outputs])))
+
+    def _answer(self, body: dict[str, Any], inputs: Sequence[list[int]], outputs: list[list[float]]) -> dict[str, Any]:
+        tokens = sum(map(len, inputs))
+        data = []
+        for index, values in enumerate(outputs):
+            best = max(range(len(values)), key=values.__getitem__)
+            label = self._served.label_names[best]
+            data.append({"index": index, "label": label, "probs": values, "num_classes": len(values)})
+        return {
+            "id": str(body.get("request_id") or f"classify-{self._received}-{self._started}"),
+            "object": "list",
+            "created": int(time.time()),
+            "model": self._served.name,
+            "data": data,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+        }
+
+    def _card(self) -> dict[str, Any]:
+        served = self._served
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "turnwise",
+            "max_model_len": served.max_context,
+        }
+
+    def _inputs(self, body: Any) -> list[list[int]]:
+        for key in body:
+            if key not in _KNOWN:
+                raise BadRequest(key, f"{key} is no field of this route; fields are {', '.join(sorted(_KNOWN))}")
+        if body.get("model") not in (None, self._served.name):
+            raise BadRequest("model", f"model is {shown(body['model'])}, but {self._served.name!r} is served here")
+        if ("input" in body) == ("messages" in body):
+            raise BadRequest("input", "give either input (a text, or several) or messages (a conversation)")
+        inputs = self._chat(body) if "messages" in body else self._plain(body)
+        for ids in inputs:
+            if not ids:
+                raise BadRequest("input", "an input has no token: there is nothing to judge")
+            if len(ids) > self._served.max_context:
+                raise BadRequest(
+                    "input", f"an input has {len(ids)} tokens; the context length is {self._served.max_context}"
+                )
+        return inputs
+
+    def _chat(self, body: dict[str, Any]) -> list[list[int]]:
+        messages, arguments = body["messages"], body.get("chat_template_kwargs") or {}
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise BadRequest("messages", "messages must be a list of messages that is not empty")
+        for index, message in enumerate(messages):
+            _check_message(message, f"messages[{index}]")
+        if not isinstance(arguments, dict):
+            raise BadRequest("chat_template_kwargs", f"chat_template_kwargs must be an object, not {shown(arguments)}")
+        try:
+            return [self._encode.chat(messages, arguments=arguments)]
+        except RenderError as error:
+            raise BadRequest("messages", f"messages cannot be rendered: {error}") from error
+
+    def _plain(self, body: dict[str, Any]) -> list[list[int]]:
+        given = body["input"]
+        special = _flag(body, "add_special_tokens", True)
+        if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
+            given = [given]
+        if not isinstance(given, list) or not given:
+            raise BadRequest("input", f"input must be a text, a list of texts, ids or lists of ids, not {shown(given)}")
+        return [self._one(each, special) for each in given]
+
+    def _one(self, given: Any, special: bool) -> list[int]:
+        if isinstance(given, str):
+            return self._encode.text(given, special=special)
+        most = self._served.vocabulary
+        if not isinstance(given, list) or not all(type(each) is int and 0 <= each < most for each in given):
+            raise BadRequest("input", f"input holds {shown(given)}: it must be a text, or ids of 0 to {most - 1}")
+        return given
+
+
+def _check_message(message: dict[str, Any], where: str) -> None:
+    """Refuse what a template would leave out without a word, or fail on."""
+    if not isinstance(message.get("role"), str):
+        raise BadRequest("messages", f"{where}.role is {shown(message.get('role'))}: it must be a text")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            raise BadRequest(
+                "messages",
+                f"{where}.content holds {shown(part)}: it must be a text, or text parts; no media are judged",
+            )
+
+
+def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(name, f"{name} must be true or false, not {shown(value)}")
+    return default if value is None else value
+
+
+def _activation(body: dict[str, Any], served: Served) -> Callable[[list[float]], list[float]]:
+    if not _flag(body, "use_activation", True) or served.problem_type == "regression":
+        return list
+    one_by_one = len(served.label_names) == 1 or served.problem_type == "multi_label_classification"
+    return _sigmoid if one_by_one else _softmax
+
+
+def _sigmoid(values: list[float]) -> list[float]:
+    return [1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value)) for value in values]
+
+
+def _softmax(values: list[float]) -> list[float]:
+    top = max(values)
+    weights = [math.exp(value - top) for value in values]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+_log = logging.getLogger("turnwise.engine.reward_model")
+
+
+class Classifier:
+    """A checkpoint that ``AutoModelForSequenceClassification`` reads.
+
+    Attributes:
+        labels: How many outputs it has.
+        label_names: The name of each.
+        problem_type: What its configuration says: ``regression``, ``multi_label_classification`` or else.
+        vocabulary: Ids are below this.
+        max_context: Most tokens of an input.
+    """
+
+    def __init__(self, directory: Path, *, dtype: str, device: str, max_context: int | None) -> None:
+        """Load a checkpoint.
+
+        Args:
+            directory: Where it lies.
+            dtype: ``auto``, ``float32`` or ``bfloat16``.
+            device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+            max_context: Most tokens of an input; None is the model's own limit.
+
+        Raises:
+            InferenceError: It cannot be loaded, or is no classifier.
+            MissingExtraError: transformers is not installed.
+        """
+        try:
+            from transformers import AutoConfig, AutoModelForSequenceClassification
+        except ImportError as error:
+            raise MissingExtraError("transformers", "serve", "serving a reward model") from error
+        place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        try:
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            named = [name for name in config.architectures or () if "ForSequenceClassification" in name]
+            if not named:
+                kind = ", ".join(config.architectures or ()) or "none named"
+                raise InferenceError(
+                    f"{directory} is no sequence classifier (its architecture: {kind}): its head would be random. "
+                    "Serve it without --reward, or name a directory of a reward model"
+                )
+            # No field of its own means the default of transformers, which loads it so.
+            model = AutoModelForSequenceClassification.from_pretrained(
+                directory, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise InferenceError(f"{directory} cannot be loaded as a sequence classifier: {error}") from error
+        self._model = model.to(place).eval().requires_grad_(False)
+        self._device = place
+        self._padding: int | None = model.config.get_text_config().pad_token_id
+        self.labels = int(model.config.num_labels)
+        self.label_names = [str(model.config.id2label.get(index, f"LABEL_{index}")) for index in range(self.labels)]
+        self.problem_type = model.config.problem_type
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_context = min(each for each in (max_context, own, 2**31 - 1) if each)
+
+    def forward(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the raw outputs, for each input one number per label.
+
+        Each equals what the model says of that input alone: padding is masked, and stands right of the input.
+        """
+        length = max(map(len, inputs))
+        padding = self._padding
+        if padding is None:
+            # A decoder finds an input's last token as the last one that is no padding: an id that stands in none.
+            used = {token for ids in inputs for token in ids}
+            padding = next(token for token in range(self.vocabulary) if token not in used)
+            self._model.config.get_text_config().pad_token_id = self._model.config.pad_token_id = padding
+        ids = torch.full((len(inputs), length), padding, dtype=torch.int64)
+        mask = torch.zeros((len(inputs), length), dtype=torch.int64)
+        for row, each in enumerate(inputs):
+            ids[row, : len(each)] = torch.tensor(each, dtype=torch.int64)
+            mask[row, : len(each)] = 1
+        with torch.inference_mode():
+            output = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device))
+        result: list[list[float]] = output.logits.float().cpu().tolist()
+        return result
+
+
+@dataclass(slots=True)
+class BatchStats:
+    """What was run so far: forward passes, inputs, and their tokens without padding."""
+
+    batches: int = 0
+    inputs: int = 0
+    tokens: int = 0
+
+
+class ClassifierBatcher:
+    """Runs a classifier in one thread. What waits when a pass ends forms the next ones, inputs of like length together.
+
+    Attributes:
+        stats: Counts.
+    """
+
+    def __init__(self, classifier: Classifier, *, max_seqs: int, max_batch_tokens: int) -> None:
+        self.stats = BatchStats()
+        self._classifier = classifier
+        self._max_seqs = max_seqs
+        self._max_tokens = max_batch_tokens
+        self._waiting: queue.SimpleQueue[tuple[list[int], Future[list[float]]]] = queue.SimpleQueue()
+
+    def submit(self, ids: list[int]) -> Future[list[float]]:
+        """Queue an input; the future gets its raw outputs."""
+        future: Future[list[float]] = Future()
+        self._waiting.put((ids, future))
+        return future
+
+    def run(self) -> None:
+        """Run for ever."""
+        while True:
+            taken = [self._waiting.get()]
+            while not self._waiting.empty():
+                taken.append(self._waiting.get())
+            taken.sort(key=lambda item: len(item[0]))
+            while taken:
+                size = self._fitting(taken)
+                self._pass(taken[-size:])
+                del taken[-size:]
+
+    def _fitting(self, taken: Sequence[tuple[list[int], Any]]) -> int:
+        """Return how many of the longest inputs make a pass; the longest decides what padding costs."""
+        longest = max(1, len(taken[-1][0]))
+        return max(1, min(len(taken), self._max_seqs, self._max_tokens // longest))
+
+    def _pass(self, batch: Sequence[tuple[list[int], Future[list[float]]]]) -> None:
+        live = [(ids, future) for ids, future in batch if future.set_running_or_notify_cancel()]
+        if not live:
+            return
+        try:
+            outputs = self._classifier.forward([ids for ids, _ in live])
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: it serves on, and who waits hears of it
+            _log.exception("a forward pass failed")
+            for _, future in live:
+                future.set_exception(InferenceError(f"the forward pass failed: {type(error).__name__}: {error}"))
+            return
+        self.stats.batches += 1
+        self.stats.inputs += len(live)
+        self.stats.tokens += sum(len(ids) for ids, _ in live)
+        for (_, future), values in zip(live, outputs, strict=True):
+            future.set_result(values)
+
+
+if __name__ == "__main__":
+    # Most of a start is imports, which make no garbage: a fifth of it went into looking for some (`serve_reward`).
+    gc.disable()
+
+
+class Encoder:
+    """A model's tokenizer, with its chat template where it has one."""
+
+    def __init__(self, directory: Path) -> None:
+        """Load them.
+
+        Raises:
+            RenderError: There is no tokenizer in the directory, or a broken one, or the model was trained with another
+                chat template.
+            MissingExtraError: It needs transformers, which is not installed.
+        """
+        files = read_model_dir(directory)
+        self._tokenizer = files.tokenizer
+        self._tokens = Tokens(files.tokenizer)
+        self._template = files.template
+        if files.template is not None:
+            check_trained(files.path, template_digest(files.template, files.tool_template))
+        self._special = files.special
+
+    def text(self, text: str, *, special: bool) -> list[int]:
+        """Return the ids of a text. What looks like a control token in it becomes one."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def chat(self, messages: list[dict[str, Any]], *, arguments: dict[str, Any]) -> list[int]:
+        """Return the ids of a conversation, by the chat template. No text of a message becomes a control token.
+
+        Raises:
+            RenderError: There is no template, or it cannot render these messages.
+        """
+        if not self._template:
+            raise RenderError("the tokenizer of this model has no chat template: send a text as input instead")
+        template = ChatTemplate(self._template, variables={**self._special, **arguments})
+        told = [self._told(message) for message in messages]
+        return self._tokens.encode(template.render(told, None, generate=False))
+
+    def _told(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message as templates read it: texts escaped, content in one piece, arguments as objects."""
+        told = {**message, "content": self._escaped(text_of(message))}
+        if isinstance(told.get("reasoning_content"), str):
+            told["reasoning_content"] = self._escaped(told["reasoning_content"])
+        if isinstance(told.get("tool_calls"), list):
+            told["tool_calls"] = [self._call(call) for call in told["tool_calls"]]
+        return told
+
+    def _call(self, call: Any) -> dict[str, Any]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise RenderError(f"a call is {shown(call)}: it must be an object with 'function'")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            # What a model wrote may be no JSON: it stays the text that it is.
+            with contextlib.suppress(orjson.JSONDecodeError):
+                arguments = orjson.loads(arguments)
+        return {**call, "function": {**function, "arguments": self._escaped(arguments)}}
+
+    def _escaped(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._tokens.escape(value)
+        if isinstance(value, dict):
+            return {key: self._escaped(each) for key, each in value.items()}
+        return [self._escaped(each) for each in value] if isinstance(value, list) else value
+
+
+def serve_reward(spec: RewardServerSpec) -> None:
+    """Serve a reward model until SIGTERM, SIGINT or the end of the lifeline.
+
+    Raises:
+        InferenceError: The model cannot be served, or the port not be bound.
+        RenderError: It has no tokenizer.
+        MissingExtraError: A package of the extra ``serve`` is missing.
+    """
+    import torch
+
+    from turnwise.engine.lean_transformers import lean_transformers
+
+    config = spec.config
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
+    torch.set_num_threads(config.threads)
+    encoder = Encoder(spec.model)
+    with lean_transformers():
+        from transformers.utils import logging as hf_logging
+
+        hf_logging.disable_progress_bar()
+        classifier = Classifier(spec.model, dtype=config.dtype, device=config.device, max_context=config.max_context)
+    batcher = ClassifierBatcher(classifier, max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
+    served = Served(
+        name=spec.name or spec.model.resolve().name,
+        label_names=classifier.label_names,
+        problem_type=classifier.problem_type,
+        vocabulary=classifier.vocabulary,
+        max_context=classifier.max_context,
+    )
+    app = RewardApp(served, encoder, batcher.submit, lambda: asdict(batcher.stats))
+
+    def on_loop() -> None:
+        threading.Thread(target=batcher.run, name="classifier", daemon=True).start()
+
+    # What was imported and loaded stays: collections need not look at it again.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    process.run(
+        app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report={"max_model_len": classifier.max_context}
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m turnwise.engine.reward_model")
+    parser.add_argument("--config-json", required=True, help="a RewardServerSpec as JSON")
+    options = parser.parse_args(arguments)
+    spec = RewardServerSpec.model_validate_json(options.config_json)
+    logging.basicConfig(
+        level=spec.config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        serve_reward(spec)
+    except TurnwiseError as error:
+        _log.critical("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""From logits to ids: one vectorised draw per row, and the log-probability it is trained with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_FIRST_CANDIDATES = 512
+"""How many of the likeliest ids a nucleus is first looked for in, before the whole row is sorted."""
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))
+
+
+def seed_key(seed: int) -> np.uint64:
+    """Return the 64-bit key of a request's seed. Seeds that differ in one bit give unrelated keys.
+
+    Integers of more than 64 bits are folded, so that every Python integer is a seed.
+    """
+    key = np.zeros(1, dtype=np.uint64)
+    if seed < 0:
+        key, seed = _mix(key + _MIX_1), -seed - 1
+    while True:
+        with np.errstate(over="ignore"):
+            key = _mix(_mix(key + _GAMMA) ^ np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
+        seed >>= 64
+        if not seed:
+            return np.uint64(key[0])
+
+
+def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) per row, a pure function of (key, position).
+
+    Args:
+        keys: uint64 of shape [rows], from :func:`seed_key`.
+        positions: int of shape [rows]: index in its sequence of the token that is to be sampled.
+
+    Returns:
+        float64 of shape [rows] with 53 random bits each: SplitMix64's output number ``position`` for a state that
+        starts at ``key``, finalised twice since keys of neighbouring states would otherwise share a stream.
+    """
+    counters = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+    bits = _mix(counters ^ keys)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """How each row is sampled; arrays of shape [rows].
+
+    Attributes:
+        temperature: float32; 0 is greedy.
+        top_p: float32 in (0, 1].
+        top_k: int64; 0 keeps all.
+        min_p: float32 in [0, 1].
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_p: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    min_p: npt.NDArray[np.float32]
+
+
+def sample(
+    logits: torch.Tensor,
+    params: RowParams,
+    draws: npt.NDArray[np.float64],
+    allowed: npt.NDArray[np.bool_] | None = None,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Sample one id per row by inverting the cumulative distribution.
+
+    The log-probability is log softmax(logits / temperature) at the sampled id, before a grammar, top-k, top-p and
+    min-p; at temperature 0 it is that of the raw logits.
+
+    Args:
+        logits: [rows, vocabulary], any float dtype.
+        params: How to sample each row.
+        draws: float64 of shape [rows] in [0, 1).
+        allowed: bool of shape [rows, vocabulary]: ids that grammars allow; None where nothing is held to one.
+
+    Returns:
+        Ids (int64) and log-probabilities (float32), both of shape [rows], on the CPU.
+    """
+    if allowed is not None:
+        return _sample_allowed(logits, params, draws, allowed)
+    scaled = logits.float()
+    greedy = params.temperature == 0.0
+    any_greedy = bool(greedy.any())
+    if bool((params.temperature != 1.0).any()):
+        divisor = np.where(greedy, np.float32(1.0), params.temperature)
+        scaled = scaled / torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
+    peak = scaled.amax(dim=-1, keepdim=True)
+    weights = (scaled - peak).exp_()
+    # Only greedy rows ask where the peak is: that takes ten times as long as its value.
+    best = scaled.argmax(dim=-1, keepdim=True) if any_greedy else None
+    if best is not None and bool(greedy.all()):
+        return best.squeeze(1).cpu().numpy(), weights.sum(-1).log().neg().cpu().numpy()
+    kept = _truncate(weights, params, greedy)
+    cumulative = kept.cumsum(-1)
+    total = cumulative[:, -1:]
+    # The target stays below the total, so that the first id whose cumulative weight exceeds it exists and has
+    # weight: with `right`, ids of weight zero are never hit.
+    target = torch.from_numpy(draws).to(scaled.device).unsqueeze(1) * total
+    target = torch.minimum(target.float(), torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=scaled.shape[1] - 1)
+    if best is not None:
+        ids = torch.where(torch.from_numpy(greedy).to(ids.device).unsqueeze(1), best, ids)
+    mass = total if kept is weights else weights.sum(-1, keepdim=True)
+    logprobs = scaled.gather(1, ids) - peak - mass.log()
+    return ids.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
+
+
+def _sample_allowed(
+    logits: torch.Tensor, params: RowParams, draws: npt.NDArray[np.float64], allowed: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Sample of what grammars allow, truncated after them; the log-probabilities are those without them."""
+    scaled = logits.float()
+    masked = scaled.masked_fill(~torch.from_numpy(allowed).to(scaled.device), -torch.inf)
+    ids, _ = sample(masked, params, draws)
+    divisor = np.where(params.temperature == 0.0, np.float32(1.0), params.temperature)
+    scaled = scaled / torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
+    chosen = torch.from_numpy(ids).to(scaled.device).unsqueeze(1)
+    return ids, scaled.log_softmax(-1).gather(1, chosen).squeeze(1).cpu().numpy()
+
+
+def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """Return ``weights`` with the ids that top-k, top-p or min-p exclude set to zero.
+
+    Order as in vLLM and transformers: top-k, then top-p on what top-k left, then min-p. Rows that use none of
+    them cost nothing.
+    """
+    ranked = np.flatnonzero(((params.top_k > 0) | (params.top_p < 1.0)) & ~greedy)
+    floored = np.flatnonzero((params.min_p > 0.0) & ~greedy)
+    if not len(ranked) and not len(floored):
+        return weights
+    kept = weights.clone()
+    if len(ranked):
+        rows = torch.from_numpy(ranked).to(weights.device)
+        kept[rows] = _keep_top(weights[rows], params.top_k[ranked], params.top_p[ranked])
+    if len(floored):
+        rows = torch.from_numpy(floored).to(weights.device)
+        floor = torch.from_numpy(params.min_p[floored]).to(weights.device).unsqueeze(1)
+        # Weights are relative to the likeliest id, whose weight is 1.
+        part = kept[rows]
+        kept[rows] = torch.where(weights[rows] >= floor, part, torch.zeros_like(part))
+    return kept
+
+
+def _keep_top(weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float32]) -> torch.Tensor:
+    """Keep the k likeliest ids of each row, and of those the smallest set that holds ``top_p`` of their mass."""
+    vocabulary = weights.shape[1]
+    limits = np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary)
+    width = int(min(vocabulary, max(_FIRST_CANDIDATES, int(limits[top_k > 0].max(initial=0)))))
+    limit = torch.from_numpy(limits).to(weights.device).unsqueeze(1)
+    nucleus = torch.from_numpy(top_p).to(weights.device).unsqueeze(1)
+    total = weights.sum(-1, keepdim=True)
+    while True:
+        values, ids = torch.topk(weights, width, dim=-1)
+        values = torch.where(torch.arange(width, device=weights.device) < limit, values, torch.zeros_like(values))
+        cumulative = values.cumsum(-1)
+        mass = torch.where(limit < vocabulary, cumulative[:, -1:], total)
+        enough = (limit <= width) | (cumulative[:, -1:] >= nucleus * mass)
+        if width == vocabulary or bool(enough.all()):
+            break
+        width = vocabulary
+    inside = (cumulative - values < nucleus * mass) | (nucleus >= 1.0)
+    inside[:, 0] = True
+    return torch.zeros_like(weights).scatter_(1, ids, torch.where(inside, values, torch.zeros_like(values)))

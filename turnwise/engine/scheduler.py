@@ -1,0 +1,292 @@
+"""Which requests wait, which run, and in which slot."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from turnwise.engine.attention import DecodeBlock, PoolPlan, PrefillBlock, StepPlan, decode_block, prefill_blocks
+from turnwise.engine.batch_state import WORTH_SHARING, Found, Generation, Output, Prefixes, SlotTable
+from turnwise.engine.kv_cache import KVCache
+from turnwise.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One packed forward.
+
+    Attributes:
+        plan: What its tokens attend to.
+        ids: int64 of shape [T].
+        positions: int64 of shape [T].
+        slots: The sequences that run, in the order of their tokens.
+        sizes: How many tokens each has in this step.
+        sampling: Which of ``slots`` have all their tokens read after this step.
+        keep: Index of the last token of each of those in the packed step.
+    """
+
+    plan: StepPlan
+    ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    sampling: npt.NDArray[np.int64]
+    keep: npt.NDArray[np.int64]
+
+
+def arrange(cache: KVCache, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return slots ordered by pool and row, as :func:`build_step` needs them."""
+    return slots[np.lexsort((cache.row_of[slots], cache.pool_of[slots]))]
+
+
+def build_step(
+    cache: KVCache,
+    slots: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    *,
+    heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Step:
+    """Lay out a step.
+
+    Args:
+        cache: Where the sequences lie.
+        slots: Those that run, as :func:`arrange` orders them.
+        sizes: How many tokens each runs, from its first token without keys and values on.
+        heads: Key/value heads of the model.
+        dtype: Of the model.
+        device: Of the model.
+    """
+    pools = cache.pool_of[slots]
+    single = sizes == 1
+    if not single.all():
+        order = np.lexsort((cache.row_of[slots], ~single, pools))
+        slots, sizes, pools = slots[order], sizes[order], pools[order]
+    starts = cache.cached[slots]
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    total = int(ends[-1])
+    capacity = cache.capacity[pools]
+    base = cache.row_of[slots] * heads * capacity
+    if total == len(slots):
+        owner, positions = slots, starts
+        base_of, capacity_of = base, capacity
+    else:
+        owner, base_of, capacity_of = np.repeat(slots, sizes), np.repeat(base, sizes), np.repeat(capacity, sizes)
+        positions = np.repeat(starts - begins, sizes) + np.arange(total)
+    index = (base_of + positions)[:, None] + capacity_of[:, None] * np.arange(heads)
+    flat = torch.from_numpy(index.reshape(-1)).to(device)
+    parts = []
+    borders = np.flatnonzero(np.diff(pools)) + 1
+    for first, last in zip([0, *borders.tolist()], [*borders.tolist(), len(slots)], strict=True):
+        start, stop = int(begins[first]), int(ends[last - 1])
+        pool = cache.pools[int(pools[first])]
+        decode, prefills = _blocks(
+            cache.row_of[slots[first:last]], starts[first:last], sizes[first:last], dtype, device
+        )
+        parts.append(PoolPlan(pool, start, stop, flat[start * heads : stop * heads], decode, prefills))
+    complete = starts + sizes == cache.length[slots]
+    return Step(
+        plan=StepPlan(parts),
+        ids=cache.ids[owner, positions].astype(np.int64),
+        positions=positions,
+        slots=slots,
+        sizes=sizes,
+        sampling=slots[complete],
+        keep=(ends - 1)[complete],
+    )
+
+
+def _blocks(
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[DecodeBlock | None, list[PrefillBlock]]:
+    """Plan one pool's tokens: the sequences that decode stand first, in order of their rows."""
+    count = int((sizes == 1).sum())
+    decode = decode_block(rows[:count], starts[:count], dtype, device) if count else None
+    return decode, prefill_blocks(rows[count:], starts[count:], sizes[count:], count, dtype, device)
+
+
+class Roster:
+    """Requests by slot, and those without one.
+
+    Attributes:
+        running: int64: slots that run, as :func:`~turnwise.engine.scheduler.arrange` orders them after :meth:`admit`.
+        waiting: Requests without a slot, in their order of arrival.
+        watched: Slots whose ids are looked at one by one (stop strings, streams).
+        held: Slots that a grammar holds.
+        scored: Slots whose prompts' log-probabilities are wanted.
+        table: How each slot samples, and what.
+    """
+
+    def __init__(
+        self, cache: KVCache, *, max_seqs: int, max_context: int, eos_ids: tuple[int, ...], prefix_cache: bool
+    ) -> None:
+        slots, width = cache.ids.shape
+        self.running: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.waiting: deque[Generation] = deque()
+        self.watched: set[int] = set()
+        self.held: set[int] = set()
+        self.scored: set[int] = set()
+        self.table = SlotTable(slots, width)
+        self._cache = cache
+        self._prefixes = Prefixes(cache)
+        self._generations: list[Generation | None] = [None] * slots
+        self._max_seqs = max_seqs
+        self._max_context = max_context
+        self._eos_ids = eos_ids
+        self._prefix_cache = prefix_cache
+        self._arrivals = 0
+
+    def add(self, generation: Generation) -> None:
+        """Queue a request."""
+        self._arrivals += 1
+        generation.order = self._arrivals
+        self.waiting.append(generation)
+
+    def occupant(self, slot: int) -> Generation:
+        """Return the request that runs in a slot."""
+        generation = self._generations[slot]
+        if generation is None:
+            raise RuntimeError(f"slot {slot} runs without a request")
+        return generation
+
+    def runs(self, slot: int) -> bool:
+        """Return whether a request runs in this slot."""
+        return self._generations[slot] is not None
+
+    def admit(self) -> int:
+        """Give slots to requests that wait, as far as there is room; returns how many tokens were taken over."""
+        held: list[Generation] = []
+        admitted: list[int] = []
+        reused = 0
+        while self.waiting and len(self.running) + len(admitted) < self._max_seqs:
+            generation = self.waiting.popleft()
+            if self._leader_reads(generation):
+                held.append(generation)
+                continue
+            found = Found()
+            if self._prefix_cache and not generation.scored:
+                found = self._prefixes.find(generation.tokens, generation.session_id)
+            if found.wait_for is not None:
+                generation.leader = (found.wait_for, self.occupant(found.wait_for).id, found.tokens)
+                held.append(generation)
+                continue
+            alone = not len(self.running) and not admitted
+            placed = self._prefixes.place(generation.tokens, found, alone=alone)
+            if placed is None:
+                self.waiting.appendleft(generation)
+                break
+            slot, shared = placed
+            reused += shared
+            self._occupy(slot, generation)
+            admitted.append(slot)
+        self.waiting.extendleft(reversed(held))
+        if admitted:
+            joined = np.concatenate([self.running, np.asarray(admitted, dtype=np.int64)])
+            self.running = arrange(self._cache, joined)
+        return reused
+
+    def end(self, ids: Iterable[str] | None, reason: FinishReason) -> list[Output]:
+        """End requests (None: all), running or waiting, with what they have. Unknown ids are ignored."""
+        wanted = None if ids is None else set(ids)
+        ended = [slot for slot in self.running.tolist() if wanted is None or self.occupant(slot).id in wanted]
+        outputs = [self.finish(slot, reason, None) for slot in ended]
+        kept: deque[Generation] = deque()
+        for generation in self.waiting:
+            if wanted is None or generation.id in wanted:
+                outputs.append(generation.output(reason, None))
+            else:
+                kept.append(generation)
+        self.waiting = kept
+        return outputs
+
+    def finish(self, slot: int, reason: FinishReason, stop_reason: int | str | None) -> Output:
+        """End the request of a slot; its keys and values stay as a prefix unless they are not finite."""
+        generation = self.save(slot)
+        self._vacate(slot, retain=reason != "error" and self._prefix_cache, poisoned=reason == "error")
+        return generation.output(reason, stop_reason)
+
+    def requeue(self, slot: int) -> None:
+        """Take a sequence's memory; it waits, in its order of arrival, to be read again with what it has."""
+        generation = self.save(slot)
+        self._vacate(slot, retain=False, poisoned=False)
+        generation.leader = None
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].order < generation.order:
+            place += 1
+        self.waiting.insert(place, generation)
+
+    def allowed(self, slots: npt.NDArray[np.int64], vocabulary: int) -> npt.NDArray[np.bool_] | None:
+        """Return which ids may come next, bool of shape [slots, vocabulary]; None where no grammar holds any."""
+        if not self.held or self.held.isdisjoint(slots.tolist()):
+            return None
+        rows = np.ones((len(slots), vocabulary), dtype=np.bool_)
+        for row, slot in enumerate(slots.tolist()):
+            held = self.occupant(slot).held
+            if held is not None:
+                rows[row] = held.allowed()
+        return rows
+
+    def advance(self, slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
+        """Tell the grammars what was sampled; those that end with it need not know."""
+        for slot, token in zip(slots.tolist(), ids.tolist(), strict=True):
+            held = self.occupant(slot).held
+            if held is not None:
+                held.take(token)
+
+    def save(self, slot: int) -> Generation:
+        """Bring the tokens and log-probabilities of a slot's request up to date; returns the request."""
+        generation = self.occupant(slot)
+        length, start = int(self._cache.length[slot]), len(generation.prompt)
+        generation.tokens = self._cache.ids[slot, :length].copy()
+        generation.logprobs = self.table.logprobs(slot, start, length)
+        if generation.scored and length > start:
+            generation.scores = self.table.logprobs(slot, 1, start)
+        return generation
+
+    def _leader_reads(self, generation: Generation) -> bool:
+        """Whether the prompt that a request waits for is still being read."""
+        if generation.leader is None:
+            return False
+        slot, request, tokens = generation.leader
+        leader = self._generations[slot]
+        if leader is not None and leader.id == request and self._cache.cached[slot] < tokens:
+            return True
+        generation.leader = None
+        return False
+
+    def _occupy(self, slot: int, generation: Generation) -> None:
+        self._generations[slot] = generation
+        if generation.cached < 0:
+            generation.cached = int(self._cache.cached[slot])
+        self.table.occupy(slot, generation, eos_ids=self._eos_ids, max_context=self._max_context)
+        self._prefixes.remember(slot, generation.session_id)
+        if generation.stream or generation.stops is not None:
+            self.watched.add(slot)
+        if generation.held is not None:
+            self.held.add(slot)
+        if generation.scored:
+            self.scored.add(slot)
+
+    def _vacate(self, slot: int, *, retain: bool, poisoned: bool) -> None:
+        self._generations[slot] = None
+        self.watched.discard(slot)
+        self.held.discard(slot)
+        self.scored.discard(slot)
+        self.running = self.running[self.running != slot]
+        if retain and self._cache.cached[slot] >= WORTH_SHARING:
+            # What stands beyond the cached tokens cannot be shared: one id that was sampled last.
+            self._cache.retain(slot)
+            return
+        self._prefixes.remember(slot, "")
+        self._cache.release(slot, poisoned=poisoned)

@@ -1,0 +1,428 @@
+"""The process of the built-in inference server: ``python -m turnwise.engine.server``.
+
+Routes: ``POST /inference/v1/generate`` (``stream``: server-sent events), ``GET /health``, ``/v1/models``, ``/stats``,
+``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``, ``/abort_requests``,
+``/update_weights``, ``/update_weight_version``. They are vLLM's, but ``/stats``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+from pydantic import BaseModel, ConfigDict
+
+from turnwise.engine.batch_state import Generation, Output
+from turnwise.engine.engine import Engine
+from turnwise.engine.structured_output import Guides, Held, can_guide
+from turnwise.engine.weights import read_weights
+from turnwise.errors import FormatError, InferenceError, TurnwiseError
+from turnwise.inference import wire
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.http_process import HTTPProcess, Receive, Scope, Send, answer_json, read_body
+from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
+from turnwise.types import SamplingParams
+
+_EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+_DIVERGED = "the model's logits are not finite: its weights have diverged; load other weights"
+_log = logging.getLogger("turnwise.engine.server")
+
+
+class Outbox:
+    """Carries outputs from the engine's thread to the requests that wait on the event loop.
+
+    Attributes:
+        queues: By request id.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[str, asyncio.Queue[Output]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say on which loop requests are served."""
+        self._loop = loop
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """Take the outputs of a step, from the engine's thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            queue = self.queues.get(output.id)
+            if queue is not None:
+                queue.put_nowait(output)
+
+
+class App:
+    """The ASGI application. Everything but the engine's steps runs on one event loop."""
+
+    def __init__(
+        self, engine: Engine, outbox: Outbox, name: str, *, stop_strings: bool, guides: Guides | None = None
+    ) -> None:
+        """Make the application.
+
+        Args:
+            engine: Samples.
+            outbox: Brings back what it sampled.
+            name: The served name.
+            stop_strings: Whether there is a tokenizer to find them with.
+            guides: Makes grammars; None where completions cannot be held to any.
+        """
+        self._engine = engine
+        self._queues = outbox.queues
+        self._name = name
+        self._stop_strings = stop_strings
+        self._guides = guides
+        self._started = int(time.time())
+        self._received = 0
+        self._routes: dict[tuple[str, str], Callable[[bytes, Scope], Awaitable[Any]]] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/stats"): self._stats,
+            ("GET", "/weight_info"): self._weight_info,
+            ("GET", "/is_paused"): self._is_paused,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("POST", "/abort_requests"): self._abort,
+            ("POST", "/update_weights"): self._update_weights,
+            ("POST", "/update_weight_version"): self._update_weight_version,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        method, path = scope["method"], scope["path"]
+        if path == wire.GENERATE and method == "POST":
+            await self._generate(scope, receive, send)
+            return
+        handler = self._routes.get((method, path))
+        if handler is None:
+            known = ", ".join(f"{verb} {route}" for verb, route in self._routes)
+            message = f"{method} {path} is no route of this server; there are POST {wire.GENERATE}, {known}"
+            await answer_json(send, 404, wire.encode_error(message, status=404))
+            return
+        try:
+            answer = await handler(await read_body(receive), scope)
+        except FormatError as error:
+            field = error.field if isinstance(error, BadRequest) else None
+            await answer_json(send, 400, wire.encode_error(str(error), status=400, field=field))
+            return
+        await answer_json(send, 200, orjson.dumps(answer))
+
+    # -- generate
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        engine = self._engine
+        try:
+            request = decode_request(
+                await read_body(receive),
+                vocabulary=engine.model.vocabulary,
+                max_context=engine.max_context,
+                stop_strings=self._stop_strings,
+            )
+            held = await self._hold(request.params)
+            if request.request_id in self._queues:
+                raise BadRequest(
+                    "request_id", f"request_id {request.request_id!r} is in flight already: choose another"
+                )
+        except BadRequest as error:
+            await answer_json(send, 400, wire.encode_error(str(error), status=400, field=error.field))
+            return
+        self._received += 1
+        name = request.request_id or f"r{self._received}-{self._started}"
+        queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._queues[name] = queue
+        generation = Generation(
+            id=name,
+            prompt=request.token_ids,
+            params=request.params,
+            session_id=_session(scope),
+            continued=request.continued,
+            stream=request.stream,
+            held=held,
+            scored=request.scored,
+        )
+        engine.submit(generation)
+        # The next message of a request that was read to its end is its disconnection.
+        gone = asyncio.ensure_future(receive())
+        gone.add_done_callback(lambda _: self._abandon(name, queue))
+        try:
+            if request.stream:
+                await self._stream(request, name, queue, send)
+            else:
+                await self._respond(request, name, await queue.get(), send)
+        finally:
+            del self._queues[name]
+            gone.cancel()
+
+    async def _hold(self, params: SamplingParams) -> Held | None:
+        if params.guide is None:
+            return None
+        if self._guides is None:
+            raise BadRequest(
+                "sampling_params.structured_outputs",
+                "sampling_params.structured_outputs needs a served model with tokenizer.json, and the package "
+                "'llguidance': pip install 'turnwise[guided]'",
+            )
+        # Grammars of large schemas take a while.
+        return await asyncio.to_thread(self._guides.hold, params.guide.tag, params.stop_token_ids)
+
+    def _abandon(self, name: str, queue: asyncio.Queue[Output]) -> None:
+        if self._queues.get(name) is queue:
+            self._engine.call(lambda: self._engine.abort([name]))
+
+    async def _respond(self, request: GenerateRequest, name: str, output: Output, send: Send) -> None:
+        if output.finish_reason == "error":
+            await answer_json(send, 500, wire.encode_error(_DIVERGED, status=500))
+            return
+        body = {
+            "request_id": name,
+            "model": self._name,
+            "created": int(time.time()),
+            "choices": [_choice(request, output)],
+            "usage": _usage(output, len(output.token_ids)),
+        }
+        if request.scored:
+            body["prompt_logprobs"] = wire.encode_prompt_logprobs(request.token_ids, output.prompt_logprobs)
+        await answer_json(send, 200, orjson.dumps(body))
+
+    async def _stream(self, request: GenerateRequest, name: str, queue: asyncio.Queue[Output], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        total = 0
+        while True:
+            output = await queue.get()
+            if output.finish_reason == "error":
+                event = wire.encode_error(_DIVERGED, status=500)
+            else:
+                total += len(output.token_ids)
+                event = orjson.dumps({"request_id": name, "choices": [_choice(request, output)]})
+            await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
+            if output.finish_reason is not None:
+                break
+        usage = orjson.dumps({"request_id": name, "choices": [], "usage": _usage(output, total)})
+        await send({"type": "http.response.body", "body": b"data: " + usage + b"\n\ndata: [DONE]\n\n"})
+
+    # -- the other routes
+
+    async def _health(self, _: bytes, __: Scope) -> Any:
+        return {"status": "ok"}
+
+    async def _models(self, _: bytes, __: Scope) -> Any:
+        card = {
+            "id": self._name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "turnwise",
+            "max_model_len": self._engine.max_context,
+            "guides": self._guides is not None,
+        }
+        return {"object": "list", "data": [card]}
+
+    async def _stats(self, _: bytes, __: Scope) -> Any:
+        stats = await asyncio.wrap_future(self._engine.call(self._engine.refresh_stats))
+        return {**stats.to_json(), "received": self._received, "cpu_seconds": time.process_time(), "pid": os.getpid()}
+
+    async def _weight_info(self, _: bytes, __: Scope) -> Any:
+        return {"weight_version": str(self._engine.stats.weight_version)}
+
+    async def _is_paused(self, _: bytes, __: Scope) -> Any:
+        return {"is_paused": self._engine.stats.paused}
+
+    async def _pause(self, _: bytes, scope: Scope) -> Any:
+        mode = parse_qs(scope["query_string"].decode()).get("mode", ["abort"])[-1]
+        if mode not in ("abort", "keep"):
+            raise BadRequest("mode", f"mode must be 'abort' or 'keep', not {mode!r}")
+        aborted = await asyncio.wrap_future(self._engine.call(lambda: self._engine.pause(abort=mode == "abort")))
+        return {"status": "paused", "aborted": aborted}
+
+    async def _resume(self, _: bytes, __: Scope) -> Any:
+        await asyncio.wrap_future(self._engine.call(self._engine.resume))
+        return {"status": "resumed"}
+
+    async def _abort(self, raw: bytes, _: Scope) -> Any:
+        ids = wire.decode_json(raw or b"{}").get("request_ids") or None
+        if ids is not None and not (isinstance(ids, list) and all(isinstance(one, str) for one in ids)):
+            raise BadRequest("request_ids", "request_ids must be a list of texts; leave it out to abort all")
+        aborted = await asyncio.wrap_future(self._engine.call(lambda: self._engine.abort(ids)))
+        return {"status": "aborted", "aborted": aborted}
+
+    async def _update_weights(self, raw: bytes, _: Scope) -> Any:
+        manifest = wire.decode_manifest(raw)
+        began = time.monotonic()
+        tensors = await asyncio.to_thread(read_weights, manifest)
+        update = self._engine.call(lambda: self._engine.update_weights(tensors, manifest.version, manifest.adapter))
+        await asyncio.wrap_future(update)
+        _log.info("weights version %d loaded in %.0f ms", manifest.version, 1000 * (time.monotonic() - began))
+        return {"message": "Weights updated", "weight_version": str(manifest.version)}
+
+    async def _update_weight_version(self, raw: bytes, _: Scope) -> Any:
+        given = wire.decode_json(raw).get("new_version")
+        try:
+            version = int(str(given))
+        except ValueError:
+            raise BadRequest("new_version", f"new_version must be an integer or its text, not {given!r}") from None
+        await asyncio.wrap_future(self._engine.call(lambda: self._engine.set_version(version)))
+        return {"success": True, "new_version": str(version)}
+
+
+def _choice(request: GenerateRequest, output: Output) -> dict[str, Any]:
+    logprobs = output.logprobs if request.logprobs else None
+    return wire.encode_choice(
+        output.token_ids, logprobs, output.finish_reason, output.stop_reason, output.weight_versions
+    )
+
+
+def _usage(output: Output, sampled: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": output.prompt_tokens + sampled,
+        "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
+    }
+
+
+def _session(scope: Scope) -> str:
+    wanted = wire.SESSION_HEADER.lower().encode()
+    for key, value in scope["headers"]:
+        if key == wanted:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
+
+
+if __name__ == "__main__":
+    # Most of a start is imports, which make no garbage: a fifth of it went into looking for some (`serve`).
+    gc.disable()
+
+
+class ServerSpec(BaseModel):
+    """What a server process is told.
+
+    Attributes:
+        model: Directory of the checkpoint.
+        name: The served name; None is the directory's.
+        weight_version: Version of the checkpoint's weights.
+        config: How to serve.
+        paused: Whether requests wait until ``/resume``: these are not the weights that are to answer them.
+        report_fd: Inherited descriptor that one JSON line is written to when requests are taken.
+        lifeline_fd: Inherited descriptor whose end of file ends this process.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Path
+    name: str | None = None
+    weight_version: int = 0
+    config: InferenceConfig = InferenceConfig()
+    paused: bool = False
+    report_fd: int | None = None
+    lifeline_fd: int | None = None
+
+
+def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[Engine, bool, Guides | None]:
+    """Load the model; return the engine, whether there is a tokenizer for stop strings, and what makes grammars."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from turnwise.engine.causal_lm import CausalLM
+    from turnwise.engine.lean_transformers import lean_transformers
+
+    config = spec.config
+    torch.set_num_threads(config.threads)
+    tokenizer_file = spec.model / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+    with lean_transformers():
+        from transformers.utils import logging as hf_logging
+
+        hf_logging.disable_progress_bar()
+        model = CausalLM(spec.model, dtype=config.dtype, device=config.device)
+    try:
+        engine = Engine(
+            model,
+            deliver,
+            max_seqs=config.max_seqs,
+            max_context=config.max_context,
+            kv_tokens=config.kv_tokens,
+            max_batch_tokens=config.max_batch_tokens,
+            prefix_cache=config.prefix_cache,
+            weight_version=spec.weight_version,
+            tokenizer=tokenizer,
+        )
+    except ValueError as error:
+        raise InferenceError(str(error)) from error
+    guides = None
+    if tokenizer is not None and can_guide():
+        guides = Guides(tokenizer, model.vocabulary, model.eos_ids)
+    return engine, tokenizer is not None, guides
+
+
+def _run_engine(engine: Engine) -> None:
+    try:
+        engine.run()
+    except BaseException:  # noqa: BLE001 - the boundary of the process
+        # Nothing can be answered any more: whoever waits learns it from the closed connections.
+        _log.critical("the engine died", exc_info=True)
+        logging.shutdown()
+        os._exit(70)
+
+
+def serve(spec: ServerSpec) -> None:
+    """Serve until SIGTERM, SIGINT or the end of the lifeline.
+
+    Raises:
+        InferenceError: The model cannot be served, or the port not be bound.
+        MissingExtraError: A package of the extra ``serve`` is missing.
+    """
+    process = HTTPProcess(spec.config.host, spec.config.port, spec.config.log_level, spec.lifeline_fd)
+    outbox = Outbox()
+    engine, stop_strings, guides = _load(spec, outbox.deliver)
+    if spec.paused:
+        engine.pause(abort=False)
+    app = App(engine, outbox, spec.name or spec.model.resolve().name, stop_strings=stop_strings, guides=guides)
+
+    def on_loop() -> None:
+        outbox.bind(asyncio.get_running_loop())
+        threading.Thread(target=_run_engine, args=(engine,), name="engine", daemon=True).start()
+
+    # What was imported and loaded stays: collections need not look at it again.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    report = {"max_model_len": engine.max_context}
+    process.run(app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report=report)
+    engine.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m turnwise.engine.server")
+    parser.add_argument("--config-json", required=True, help="a ServerSpec as JSON")
+    options = parser.parse_args(arguments)
+    spec = ServerSpec.model_validate_json(options.config_json)
+    logging.basicConfig(
+        level=spec.config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        serve(spec)
+    except TurnwiseError as error:
+        _log.critical("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

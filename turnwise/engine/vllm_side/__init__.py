@@ -1,0 +1,1 @@
+"""What runs inside vLLM's own Python, where this package is not installed."""

@@ -1,0 +1,91 @@
+"""Log-probabilities of vLLM as training needs them: of the logits divided by the temperature, before truncation.
+
+vLLM itself reports log-probabilities either of the raw logits (``--logprobs-mode raw_logprobs``: wrong for every
+temperature but 1) or of what is left after min-p, top-k and top-p (``processed_logprobs``: wrong wherever something was
+cut off). The quantity between the two is what a policy gradient is taken of. A grammar cuts off too, and vLLM applies
+it to the logits before its sampler sees them: their copy from before is what is reported of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
+
+# As in vLLM: below this a request is greedy, and its logits are not divided.
+_GREEDY_BELOW = 1e-5
+
+
+class TemperatureSampler(Sampler):  # type: ignore[misc]
+    """Samples as vLLM does, and reports log_softmax(logits / temperature); at temperature 0 log_softmax(logits)."""
+
+    def __init__(self) -> None:
+        """Make a sampler whose top-k and top-p kernels need not compute log-probabilities."""
+        super().__init__("raw_logprobs")
+        # Says that sample() returns them, so that forward() does not report those of the raw logits.
+        self.logprobs_mode = "processed_logprobs"
+        # The logits of this step from before a grammar was applied to some of them.
+        self.free: torch.Tensor | None = None
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *rest: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the ids, and float32 log-probabilities of shape [rows, vocabulary] where any row asks for them."""
+        scaled = None
+        free, self.free = self.free, None
+        if free is not None and free.shape != logits.shape:
+            raise RuntimeError(f"a grammar was applied to {free.shape} logits, {logits.shape} are sampled from")
+        if sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids:
+            temperature = sampling_metadata.temperature
+            told = logits if free is None else free.to(logits.dtype)
+            if sampling_metadata.all_greedy or temperature is None:
+                scaled = self.compute_logprobs(told)
+            else:
+                divisor = torch.where(temperature < _GREEDY_BELOW, torch.ones_like(temperature), temperature)
+                scaled = self.compute_logprobs(told / divisor.unsqueeze(1))
+        # What follows works in place on the logits.
+        ids, _ = super().sample(logits, sampling_metadata, *rest, **more)
+        return ids, scaled
+
+
+def keep_free_logits(sampler: TemperatureSampler) -> None:
+    """Show a sampler the logits from before a grammar is applied to them.
+
+    Raises:
+        RuntimeError: The engine applies grammars in a way that is not known.
+    """
+    try:
+        apply = gpu_model_runner.apply_grammar_bitmask
+    except AttributeError as error:
+        raise RuntimeError("it is not known how grammars are applied: this version of vLLM is not known") from error
+
+    def apply_to_a_copy(scheduled: Any, grammar: Any, batch: Any, logits: torch.Tensor) -> None:
+        sampler.free = logits.clone()
+        apply(scheduled, grammar, batch, logits)
+
+    gpu_model_runner.apply_grammar_bitmask = apply_to_a_copy
+
+
+class RolloutLogprobs:
+    """Mixed into vLLM's worker by ``--worker-extension-cls``."""
+
+    model_runner: Any
+
+    def report_temperature_logprobs(self) -> str:
+        """Replace the sampler of this worker; return the name of the new one.
+
+        Raises:
+            RuntimeError: The engine samples in a way whose log-probabilities are not known.
+        """
+        runner = self.model_runner
+        sampler = runner.sampler
+        if type(sampler) is not Sampler:
+            raise RuntimeError(f"the sampler is a {type(sampler)}, not {Sampler}: this version of vLLM is not known")
+        if runner.speculative_config is not None:
+            raise RuntimeError("speculative decoding is on: its log-probabilities are not those of the policy")
+        runner.sampler = TemperatureSampler()
+        keep_free_logits(runner.sampler)
+        return type(runner.sampler).__name__

@@ -1,0 +1,250 @@
+"""How weights travel on one machine: a safetensors file in shared memory, and a manifest of what is in it.
+
+:func:`write_weights` is the trainer's side: tensors are copied once, straight into the file, and the file of a version
+that is no longer needed is filled again, because the first use of a page of shared memory costs several times as much
+as the next one. :func:`read_weights` is the server's: it maps the file and checks everything before it returns
+anything. The engine compares names and shapes with its model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import torch
+from safetensors import SafetensorError, safe_open
+
+from turnwise.errors import FormatError
+from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
+
+_SHARED_MEMORY = Path("/dev/shm")
+_FILE_NAME = re.compile(r"weights-(\d+)\.safetensors")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_WORDS = 512
+"""Words of 64 bits that are summed for a checksum: 4 KiB, a page of memory."""
+# Odd, so that a change of a single word never vanishes in a sum modulo 2**64.
+_FACTORS = np.random.default_rng(0).integers(-(2**63), 2**63, _WORDS, dtype=np.int64) | 1
+
+
+def weights_directory(name: str) -> Path:
+    """Make and return a new private directory for weights: in shared memory where there is one.
+
+    The caller removes it when the run ends.
+
+    Args:
+        name: Part of the directory's name, to recognise whose it is.
+    """
+    parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix=f"turnwise-{name}-", dir=parent))
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Return the checksum of a CPU tensor's bytes: 32 hexadecimal digits.
+
+    It is blake2b-128 of one number for every 4 KiB (the sum modulo 2**64 of its 64-bit words, each multiplied by an
+    odd factor that depends on its place) and of the bytes behind the last whole 4 KiB. Any one word that changed shows,
+    and several do but for an unlikely chance, at the speed of memory: to hash every byte takes ten times as long as to
+    copy it.
+    """
+    flat = _bytes_of(tensor)
+    whole = flat.size - flat.size % (8 * _WORDS)
+    sums = np.einsum("ij,j->i", flat[:whole].view(np.int64).reshape(-1, _WORDS), _FACTORS)
+    digest = hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=16)
+    digest.update(flat[whole:].data)
+    return digest.hexdigest()
+
+
+def write_weights(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    directory: str | Path,
+    version: int,
+    *,
+    keep: int = 2,
+    adapter: AdapterInfo | None = None,
+    previous: WeightManifest | None = None,
+) -> WeightManifest:
+    """Write a version of the weights and return its manifest.
+
+    The file appears under its name only when it is complete. Names that share one storage (tied embeddings) are
+    written once, under the first name.
+
+    Args:
+        tensors: Names as in the Hugging Face state dict, with their tensors on any device.
+        directory: Where versions lie; made when it is missing.
+        version: At least 0, larger than versions written before.
+        keep: How many newest versions stay; the files of older ones are filled again, or removed. The one before the
+            newest stays by default, for a server that is started again meanwhile.
+        adapter: What the tensors are where they are adapters.
+        previous: What was written last. Where the weights are the same bit for bit, nothing is written, and the
+            manifest names its file.
+
+    Raises:
+        FormatError: No tensors, one name twice, or a dtype that safetensors does not know.
+    """
+    stored = _stored(tensors, version)
+    if previous is not None and _holds(previous, stored, adapter):
+        return replace(previous, version=version)
+    home = Path(directory)
+    home.mkdir(parents=True, exist_ok=True)
+    path = home / f"weights-{version:08d}.safetensors"
+    partial = path.with_suffix(".partial")
+    older = _versions(home, version - 1)
+    spare = older[: max(0, len(older) - max(1, keep - 1))]
+    if spare:
+        spare[-1].rename(partial)
+    try:
+        _fill(partial, stored)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.rename(path)
+    written = _versions(home, version)
+    for outdated in written[: max(0, len(written) - max(1, keep))]:
+        outdated.unlink(missing_ok=True)
+    entries = tuple(
+        TensorEntry(name, tuple(tensor.shape), _dtype_name(tensor), checksum(tensor)) for name, tensor in stored.items()
+    )
+    return WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
+
+
+def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, torch.Tensor]:
+    """Return what is written: on the CPU, each storage once."""
+    stored: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name, tensor in tensors:
+        if name in stored:
+            raise FormatError(f"weights version {version}: the name {name!r} occurs twice")
+        if tensor.dtype not in _DTYPES:
+            raise FormatError(f"weights version {version}: {name} is {tensor.dtype}, which safetensors cannot hold")
+        place = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if tensor.numel() and place in seen:
+            continue
+        # Kept by reference until the file is written, so that no storage is freed and its address used again.
+        seen.add(place)
+        stored[name] = tensor.detach().to("cpu").contiguous()
+    if not stored:
+        raise FormatError(f"weights version {version}: there are no tensors to write")
+    return stored
+
+
+def _holds(written: WeightManifest, stored: Mapping[str, torch.Tensor], adapter: AdapterInfo | None) -> bool:
+    """Return whether a file that was written holds these tensors, bit for bit."""
+    described = [(name, tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in stored.items()]
+    if written.adapter != adapter or [(each.name, each.shape, each.dtype) for each in written.tensors] != described:
+        return False
+    try:
+        found = _mapped(written)
+    except FormatError:
+        return False
+    return all(_equal(found[name], tensor) for name, tensor in stored.items())
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare bits: two tensors of NaN may be equal, and zeros of two signs are not."""
+    left, right = _bytes_of(one), _bytes_of(other)
+    whole = left.size - left.size % 8
+    return np.array_equal(left[:whole].view(np.int64), right[:whole].view(np.int64)) and np.array_equal(
+        left[whole:], right[whole:]
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    flat: npt.NDArray[np.uint8] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _fill(file: Path, stored: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors in the format of safetensors over whatever the file holds."""
+    # Widest elements first: then each tensor is aligned, and none needs a gap before it, which the format forbids.
+    order = sorted(stored, key=lambda name: -stored[name].element_size())
+    ends = list(itertools.accumulate(stored[name].nbytes for name in order))
+    head: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, start, end in zip(order, [0, *ends], ends, strict=False):
+        tensor = stored[name]
+        head[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    raw = orjson.dumps(head)
+    raw += b" " * (-(8 + len(raw)) % 64)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "wb") as out:
+        os.truncate(descriptor, 8 + len(raw) + ends[-1])
+        out.write(len(raw).to_bytes(8, "little") + raw)
+        for name in order:
+            out.write(_bytes_of(stored[name]).data)
+
+
+def _versions(home: Path, newest: int) -> list[Path]:
+    """Return the files of versions up to one, the oldest first."""
+    found = sorted((int(match.group(1)), path) for path in home.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))
+    return [path for version, path in found if version <= newest]
+
+
+def read_weights(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    """Map and check all tensors of a manifest.
+
+    Returns:
+        Name to tensor, on the CPU. They are the file's own memory: valid until a version two later is written.
+
+    Raises:
+        FormatError: The file is missing or broken, or a name, shape, dtype or checksum differs from the manifest.
+    """
+    what, tensors = _described(manifest), _mapped(manifest)
+    for entry in manifest.tensors:
+        tensor = tensors[entry.name]
+        dtype = _dtype_name(tensor)
+        if tuple(tensor.shape) != tuple(entry.shape) or dtype != entry.dtype:
+            raise FormatError(
+                f"{what}: {entry.name} is {dtype} {tuple(tensor.shape)} in the file, but {entry.dtype} "
+                f"{tuple(entry.shape)} in the manifest"
+            )
+        if checksum(tensor) != entry.checksum:
+            raise FormatError(f"{what}: the checksum of {entry.name} differs from the manifest; the file was changed")
+    return tensors
+
+
+def _described(manifest: WeightManifest) -> str:
+    return f"weights version {manifest.version} ({manifest.path})"
+
+
+def _mapped(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    """Map the tensors that a manifest names, in its order."""
+    path, what = Path(manifest.path), _described(manifest)
+    if not path.is_file():
+        raise FormatError(f"{what}: there is no such file; write it again and send its manifest")
+    names = [entry.name for entry in manifest.tensors]
+    if len(set(names)) != len(names):
+        raise FormatError(f"{what}: the manifest names a tensor twice")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found = set(file.keys())
+            if found != set(names):
+                missing, extra = sorted(set(names) - found)[:3], sorted(found - set(names))[:3]
+                raise FormatError(f"{what}: the file lacks {missing} and has {extra} that the manifest does not name")
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"{what}: the file cannot be read: {error}") from error

@@ -1,0 +1,325 @@
+"""The API contract: signatures, schemas, shapes, one answer per call, no message that makes it raise."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import json
+import os
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jsonschema.exceptions import SchemaError
+
+from turnwise.envs.checker.context import Exam, Stalled, brief, place, some_calls
+from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import EnvError, TurnwiseError
+from turnwise.tasks import Task
+from turnwise.tools.core import FunctionTool
+from turnwise.tools.sample_arguments import example_arguments
+from turnwise.tools.schema import dialect_of
+from turnwise.types import Message, ToolCall
+
+GARBAGE: Final[tuple[Message, ...]] = (
+    {"role": "assistant", "content": ""},
+    {"role": "assistant", "content": None},
+    {"role": "assistant", "content": [{"type": "text", "text": "in"}, {"type": "text", "text": "parts"}]},
+    {"role": "assistant", "content": '{"a": [1, {}] <tool_call> \x00 \N{PILE OF POO} \\boxed{' + "9" * 5000},
+    {"role": "assistant", "content": "cut off in the mid", "finish_reason": "length"},
+    {"role": "assistant", "content": "", "reasoning_content": "thought only"},
+)
+
+_SIGNATURES: Final[dict[str, tuple[tuple[Any, ...], dict[str, Any], str]]] = {
+    "reset": ((None,), {"seed": 0}, "reset(self, task=None, *, seed=None)"),
+    "step": (({"role": "assistant"},), {}, "step(self, action)"),
+    "score": ((None,), {}, "score(self, final)"),
+    "solve": ((), {}, "solve(self)"),
+    "close": ((), {}, "close(self)"),
+}
+
+
+async def signature(exam: Exam) -> None:
+    """Every method can be called as others call it."""
+    for name, (args, kwargs, text) in _SIGNATURES.items():
+        found = inspect.signature(getattr(exam.first, name))
+        try:
+            found.bind(*args, **kwargs)
+        except TypeError as error:
+            exam.find("signature", f"{name}{found} cannot be called as {text}: {error}", f"write it as {text}")
+
+
+async def tools(exam: Exam) -> None:
+    """Every tool has a schema that is JSON and that a validator accepts; one without a description is warned of."""
+    for schema in schemas(exam.first):
+        try:
+            json.dumps(schema.parameters)
+            dialect_of(schema.parameters).check_schema(schema.parameters)
+        except (SchemaError, TypeError, ValueError) as error:
+            exam.find("tools", f"tool {schema.name!r}: its parameters are no JSON schema: {brief(str(error))}")
+        if not schema.description:
+            # No error: a name and its parameters may say enough, and nobody is made to write ceremony.
+            found = f"tool {schema.name!r} has no description: the model goes by its name and its parameters"
+            exam.find("tools", found, "give its function a docstring", severity="warning")
+
+
+async def reset(exam: Exam) -> None:
+    """What reset returns begins a conversation."""
+    for task, seed in exam.episodes:
+        async with exam.episode(task, seed) as played:
+            messages, where = played.messages, played.where
+            exam.check_messages("reset", messages, where)
+            exam.json_safe("the info of reset", played.info, where)
+            if not messages:
+                exam.find("reset", "the observation is empty", "return what the model is asked", where=where)
+            elif messages[-1]["role"] == "assistant":
+                exam.find("reset", "the last message is the assistant's: nothing asks it to speak", where=where)
+            if any(message["role"] == "system" for message in messages[1:]):
+                exam.find(
+                    "reset", "a system message stands behind the first message", "put it first, and once", where=where
+                )
+
+
+async def finals(exam: Exam) -> None:
+    """No final message makes step or score raise, and what they return is in range."""
+    task, seed = exam.episodes[0]
+    where = place(task, seed)
+    said: set[str] = set()
+    for final in GARBAGE:
+        async with exam.episode(task, seed) as played:
+            try:
+                result: StepResult = await exam.call(played.env, "step", final)
+            except Stalled:
+                raise
+            except TurnwiseError as error:
+                if str(error) not in said:
+                    said.add(str(error))
+                    text = f"the final message {brief(final)} made step raise: {error}"
+                    exam.find("final messages", text, "score whatever a model may write", where=where)
+                continue
+            exam.check_messages("step", as_messages(result.observation), where)
+            if result.terminated:
+                exam.check_range(result.info.get("rewards", {}).get("score", result.reward), where)
+    for last in (None, *GARBAGE):
+        async with exam.episode(task, seed) as played:
+            try:
+                parts = await exam.call(played.env, "score", last)
+            except Stalled:
+                raise
+            except TurnwiseError as error:
+                if last is None or str(error) not in said:
+                    said.add(str(error))
+                    remedy = "score(None) is the episode without an answer" if last is None else ""
+                    exam.find("final messages", f"score({brief(last)}) raised: {error}", remedy, where=where)
+                continue
+            exam.check_range(sum(parts.values()), where)
+
+
+async def calls(exam: Exam) -> None:
+    """Every call of a message gets one answer, in order, whatever the call is."""
+    for task, seed in exam.episodes:
+        async with exam.episode(task, seed) as played:
+            made = some_calls(played.env)
+            action: Message = {"role": "assistant", "content": "", "tool_calls": made}
+            try:
+                result: StepResult = await exam.call(played.env, "step", action)
+            except Stalled:
+                raise
+            except TurnwiseError as error:
+                exam.find("calls", f"a message with {len(made)} calls made step raise: {error}", where=played.where)
+                continue
+            messages = as_messages(result.observation)
+            exam.check_messages("the answers of calls", messages, played.where)
+            _answers(exam, made, messages, played.where)
+
+
+def _answers(exam: Exam, made: Sequence[ToolCall], messages: Sequence[Message], where: str) -> None:
+    answered = [each.get("tool_call_id") for each in messages if each["role"] == "tool"]
+    wanted = [call.id for call in made]
+    if answered != wanted:
+        exam.find(
+            "calls",
+            f"the calls {', '.join(wanted)} were answered as {', '.join(map(str, answered)) or 'nothing'}",
+            "every call needs exactly one tool message, in call order, with its tool_call_id",
+            where=where,
+        )
+
+
+async def single_calls(exam: Exam) -> None:
+    """A call that comes alone is answered too, one that is unusable by an error."""
+    task, seed = exam.episodes[0]
+    async with exam.episode(task, seed) as played:
+        if not isinstance(played.env, ToolEnv):
+            return
+        for call in some_calls(played.env):
+            response = await exam.call(played.env, "call", call)
+            unusable = call.error is not None or call.name == "no_such_tool" or call.id.endswith("_extra")
+            if unusable and response.error is None:
+                exam.find(
+                    "single calls",
+                    f"the unusable call {call.id} was answered without an error",
+                    "leave the answering of calls to ToolEnv",
+                    where=played.where,
+                )
+
+
+CYCLES: Final = 6
+"""How often each way of ending is played before threads and files are counted again."""
+_POOL: Final = "turnwise-"
+_FD_FOLDERS: Final = ("/proc/self/fd", "/dev/fd")
+_UNUSABLE: Final = Task("turnwise-unusable", "", {"no such field": None})
+
+Ending = Callable[[Exam, Env], Awaitable[None]]
+
+
+async def close(exam: Exam) -> None:
+    """Closing works, and closing twice is no error."""
+    env = await exam.make()
+    task, seed = exam.episodes[-1]
+    await exam.begin(env, task, seed)
+    for time, remedy in (("", ""), (" a second time", "close may be called twice: free what is there and forget it")):
+        try:
+            await exam.call(env, "close")
+        except Stalled:
+            raise
+        except TurnwiseError as error:
+            exam.find("close", f"closing{time} raised: {error}", remedy, where=place(task, seed))
+
+
+async def close_after_errors(exam: Exam) -> None:
+    """Closing works after each way in which an episode can break."""
+    if exam.single:
+        return
+    for when, ending in _ENDINGS.items():
+        env = await exam.make()
+        await ending(exam, env)
+        try:
+            await exam.call(env, "close")
+        except Stalled as error:
+            raise Stalled(f"closing {when}: {error}") from error
+        except TurnwiseError as error:
+            exam.find(
+                "close after errors",
+                f"closing {when} raised: {error}",
+                "close() runs after every episode: set what it frees to None in __init__ and look before freeing",
+            )
+
+
+async def leaks(exam: Exam) -> None:
+    """After closing, whatever happened before, no more threads run and no more files are open than before."""
+    if exam.single:
+        return
+    kept: list[Env] = []
+    for when, ending in _ENDINGS.items():
+        await _cycle(exam, ending, kept)
+        before = _held()
+        for _ in range(CYCLES):
+            await _cycle(exam, ending, kept)
+        after = _held()
+        if after != before:
+            gc.collect()
+            after = _held()
+        for what, one, other in (("threads", before.threads, after.threads), ("files", before.files, after.files)):
+            if other - one >= CYCLES:
+                exam.find(
+                    "leaks",
+                    f"after {CYCLES} episodes closed {when} there are {other - one} more {what} than before",
+                    f"end them in close(), also where {when.removeprefix('after ')} came first",
+                )
+                return
+
+
+async def _cycle(exam: Exam, ending: Ending, kept: list[Env]) -> None:
+    env = await exam.make()
+    # Kept: what only the garbage collector frees is not freed by close.
+    kept.append(env)
+    await ending(exam, env)
+    await _try(exam, env, "close")
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    threads: int
+    files: int
+
+
+def _held() -> _Held:
+    folder = next((Path(each) for each in _FD_FOLDERS if Path(each).is_dir()), None)
+    files = 0 if folder is None else len(os.listdir(folder))
+    # Idle threads of the executors are kept on purpose.
+    return _Held(sum(not each.name.startswith((_POOL, "asyncio_")) for each in threading.enumerate()), files)
+
+
+# The ways in which an episode ends. Whether the environment raises on the way is its own matter here.
+
+
+async def _reset(exam: Exam, env: Env) -> None:
+    task, seed = exam.episodes[0]
+    await exam.begin(env, task, seed)
+
+
+async def _never_reset(exam: Exam, env: Env) -> None:
+    """Nothing happened."""
+
+
+async def _reset_raised(exam: Exam, env: Env) -> None:
+    await _try(exam, env, "reset", _UNUSABLE, seed=0)
+
+
+async def _reset_cancelled(exam: Exam, env: Env) -> None:
+    task, seed = exam.episodes[0]
+
+    async def begin() -> None:
+        running = asyncio.ensure_future(invoke(env, "reset", task, seed=seed))
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+
+    await exam.run(begin(), "reset")
+
+
+async def _step_raised(exam: Exam, env: Env) -> None:
+    await _reset(exam, env)
+    broken: Any = {"role": "assistant", "content": "", "tool_calls": [object()]}
+    await _try(exam, env, "step", broken)
+
+
+async def _tool_raised(exam: Exam, env: Env) -> None:
+    methods = {name: _raising(tool) for name, tool in env.tool_methods.items()}
+    env.tool_methods = methods  # type: ignore[misc]
+    await _reset(exam, env)
+    calls = [
+        ToolCall(f"call_{name}", tool.name, example_arguments(tool.schema) or {}) for name, tool in methods.items()
+    ]
+    action: Message = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
+    await _try(exam, env, "step", action)
+
+
+def _raising(tool: FunctionTool) -> FunctionTool:
+    async def fail(self: Any, **_: Any) -> None:  # noqa: ARG001
+        raise EnvError("the doctor made this tool fail")
+
+    return FunctionTool(fail, schema=tool.schema)
+
+
+async def _try(exam: Exam, env: Env, method: str, *args: Any, **kwargs: Any) -> None:
+    try:
+        await exam.call(env, method, *args, **kwargs)
+    except Stalled:
+        raise
+    except TurnwiseError:
+        return
+
+
+_ENDINGS: Final[dict[str, Ending]] = {
+    "before reset": _never_reset,
+    "after reset": _reset,
+    "after reset raised": _reset_raised,
+    "after reset was cancelled": _reset_cancelled,
+    "after step raised": _step_raised,
+    "after a tool raised": _tool_raised,
+}

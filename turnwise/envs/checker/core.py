@@ -1,0 +1,213 @@
+"""The examination as a whole: which checks there are, in which order, and which needs which."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from turnwise.envs.checker import contract, cost, policies, prompts, repeats
+from turnwise.envs.checker import contract as failures
+from turnwise.envs.checker.context import (
+    ESTIMATE,
+    CheckReport,
+    EnvSource,
+    Exam,
+    Examined,
+    PromptIds,
+    Stalled,
+    TokenCounter,
+    Worker,
+    estimated_tokens,
+    made,
+)
+from turnwise.envs.core import Env
+from turnwise.envs.wrappers import Wrapper
+from turnwise.errors import ConfigError, RegistryError, TaskError, TurnwiseError
+from turnwise.tasks import Task, load_tasks
+
+AT_ONCE: Final = 4
+"""How many tasks are looked at at the same time."""
+
+
+def looks_at_tasks(env: Env) -> bool:
+    """Return whether an environment says what is wrong with a task."""
+    inner = env.unwrapped if isinstance(env, Wrapper) else env
+    return type(inner).check_task is not Env.check_task
+
+
+async def each_task(exam: Exam) -> None:
+    """Nothing is wrong with any task, where the environment can say so (``check_task``)."""
+    rows = exam.of.rows
+    if not rows or exam.single or not looks_at_tasks(exam.first):
+        return
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def look(task: Task) -> list[str]:
+        async with turn:
+            env = await exam.make()
+            try:
+                return list(await exam.call(env, "check_task", task))
+            except Stalled as error:
+                return [f"{error}: give it more time (--timeout)"]
+            except TurnwiseError as error:
+                return [f"it cannot be looked at: {error}"]
+            finally:
+                await exam.call(env, "close")
+
+    found = await asyncio.gather(*map(look, rows))
+    for task, problems in zip(rows, found, strict=True):
+        for problem in problems:
+            exam.find("tasks", f"task {task.id!r}: {problem}", "mend the row, or leave it out")
+    exam.report.figures["tasks looked at"] = float(len(rows))
+    exam.report.figures["broken tasks"] = float(sum(map(bool, found)))
+
+
+Check = Callable[[Exam], Awaitable[None]]
+
+DEFAULT_TASKS: Final = 3
+"""How many of an environment's own tasks are played where nobody names any."""
+
+# What each check needs: after a finding of one of these it would only say the same again.
+CHECKS: Final[dict[str, tuple[Check, tuple[str, ...]]]] = {
+    "signature": (contract.signature, ()),
+    "tools": (contract.tools, ("signature",)),
+    "reset": (contract.reset, ("signature",)),
+    "group": (repeats.group, ("reset", "json")),
+    "final messages": (contract.finals, ("reset",)),
+    "calls": (contract.calls, ("tools", "reset")),
+    "single calls": (contract.single_calls, ("reset", "calls")),
+    "determinism": (repeats.determinism, ("group", "calls", "final messages", "json")),
+    "reuse": (repeats.reuse, ("determinism",)),
+    "isolation": (repeats.isolation, ("determinism", "reuse")),
+    "close": (failures.close, ("reset",)),
+    "close after errors": (failures.close_after_errors, ("tools", "close")),
+    "leaks": (failures.leaks, ("close", "close after errors")),
+    "tools shown": (prompts.tools_shown, ("tools", "reset")),
+    "lengths": (prompts.lengths, ("reset", "calls", "final messages")),
+    "answers": (prompts.answers, ("reset", "json")),
+    "null policy": (policies.null, ("calls", "final messages", "score")),
+    "repeat policy": (policies.repeat, ("calls", "final messages", "score")),
+    "random policy": (policies.random_calls, ("calls", "final messages", "score", "null policy")),
+    "reference": (policies.reference, ("calls", "final messages", "score")),
+    "tasks": (each_task, ("signature",)),
+    "cost": (cost.cost, ("calls", "final messages")),
+}
+
+
+async def check_env(
+    env: EnvSource,
+    *,
+    task: Task | None = None,
+    tasks: Sequence[Task] | None = None,
+    looked_at: Sequence[Task] | str | None = None,
+    seeds: Sequence[int] = (0, 1),
+    timeout: float = 30.0,
+    context_length: int | None = None,
+    count_tokens: TokenCounter | None = None,
+    prompt: PromptIds | None = None,
+) -> CheckReport:
+    """Play short episodes in an environment, with made-up calls of its tools, and report what is wrong with it.
+
+    Checked are: signatures; the tools' schemas; the shape of what reset returns; that members of a group begin equally;
+    any final message; calls of every kind, together and one by one; that equal seeds give equal episodes, in a used
+    environment too, and while another one runs; close, also after what raised, with no thread or file left; that the
+    chat template shows the tools; lengths against the context; answers that stand in the prompt; that policies which
+    know nothing score no more than the floor, and the reference solution the most; every task by itself, where the
+    environment can say what is wrong with one (``check_task``); what a step costs.
+
+    Args:
+        env: A registered name or reference, a spec, a class or function that makes one, or (with fewer checks, since
+            no second one can be made) an environment.
+        task: What it is reset with; by default the first of the environment's own tasks, or none.
+        tasks: Several of them.
+        looked_at: Those that are looked at one by one, or their source; by default ``tasks``, else all its own.
+        seeds: At least one.
+        timeout: Seconds that any one call may take. The first that takes longer ends the examination.
+        context_length: Tokens of prompt and completion that the model takes, or None.
+        count_tokens: Counts the tokens of a text; by default it is estimated.
+        prompt: Makes ids of messages and tools by the chat template that is to show the tools.
+
+    Returns:
+        The report. Nothing is raised for what the environment does wrong.
+
+    Raises:
+        RegistryError: There is no such environment.
+        ConfigError: What its configuration names cannot be loaded, there is no seed, or no time.
+        TaskError: Its own tasks cannot be loaded.
+    """
+    _check_arguments(seeds, timeout)
+    examined = Examined(env, (task,), tuple(seeds), timeout, context_length, count_tokens or estimated_tokens, prompt)
+    worker = Worker()
+    try:
+        try:
+            first = await worker.run(made(env, examined.toolbox), timeout, "making the environment")
+        except (RegistryError, ConfigError):
+            raise
+        except TurnwiseError as error:
+            return _not_made(examined, worker, env, error)
+        if task is None:
+            examined.tasks = tuple(tasks) if tasks else _own_tasks(first)
+            examined.rows = _looked_at(first, looked_at or tasks)
+        exam = Exam(examined, first, worker)
+        exam.report.notes += [ESTIMATE] * (count_tokens is None)
+        await _examine(exam)
+        return exam.report
+    finally:
+        await examined.close(worker)
+
+
+def _check_arguments(seeds: Sequence[int], timeout: float) -> None:
+    if not seeds:
+        raise ConfigError("check_env got no seeds: episodes are reset with a seed, so give at least one")
+    if not timeout > 0:
+        raise ConfigError(f"check_env: timeout is {timeout!r}: it must be more than 0 seconds")
+
+
+def _not_made(examined: Examined, worker: Worker, env: EnvSource, error: TurnwiseError) -> CheckReport:
+    exam = Exam(examined, Env(), worker)
+    exam.report = CheckReport(_name(env))
+    exam.find("construct", str(error))
+    return exam.report
+
+
+def _own_tasks(env: Env) -> tuple[Task | None, ...]:
+    if env.default_tasks is None:
+        return (None,)
+    found = load_tasks(env.default_tasks, limit=DEFAULT_TASKS)
+    if not found:
+        raise TaskError(f"{type(env).__qualname__}.default_tasks {env.default_tasks!r}: there is no task in it")
+    return tuple(found)
+
+
+def _looked_at(env: Env, given: Sequence[Task] | str | None) -> tuple[Task, ...]:
+    chosen = (given or env.default_tasks or ()) if looks_at_tasks(env) else ()
+    return tuple(load_tasks(chosen) if isinstance(chosen, str) else chosen)
+
+
+def _name(env: EnvSource) -> str:
+    return env if isinstance(env, str) else repr(env)
+
+
+async def _examine(exam: Exam) -> None:
+    report = exam.report
+    stalled = False
+    for name, (check, needs) in CHECKS.items():
+        found = {each.check for each in report.errors}
+        blocked = [need for need in needs if need in found or need in report.skipped]
+        if stalled or blocked:
+            report.skipped[name] = "a call did not return" if stalled else f"after a finding of {blocked[0]}"
+            continue
+        try:
+            await check(exam)
+        except Stalled as error:
+            exam.find(name, str(error), "give what it waits for a time-out of its own")
+            stalled = True
+        except TurnwiseError as error:
+            exam.find(name, str(error))
+        report.checks.append(name)
+    if not stalled:
+        try:
+            await exam.call(exam.first, "close")
+        except TurnwiseError as error:
+            exam.find("close", str(error))

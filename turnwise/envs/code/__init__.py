@@ -1,7 +1,0 @@
-"""Programming problems, answered by code that is judged by its tests in sandboxes."""
-
-from turnwise.envs.code.env import CodeEnv
-from turnwise.envs.code.formats import problem_of, row
-from turnwise.envs.code.made import tasks
-
-__all__ = ["CodeEnv", "problem_of", "row", "tasks"]

@@ -1,0 +1,376 @@
+"""Any Gymnasium environment as one of this package."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import gymnasium
+
+from turnwise.envs.core import Env, ResetResult, StepResult
+from turnwise.envs.gym.text import (
+    WORLDS,
+    Render,
+    ansi_text,
+    plain_value,
+    space_hint,
+    space_schema,
+    value_from_json,
+    value_text,
+)
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import ConfigError, EnvError, ToolError, shown
+from turnwise.plugins import load_object
+from turnwise.tasks import Task
+from turnwise.tools.core import FunctionTool
+from turnwise.types import Message, StopReason, ToolCall, text_of
+
+Parse = Callable[[str, Any], Any]
+"""``parse(text, env)`` returns an action; it raises ValueError or ToolError with what the model reads."""
+
+_TAG: Final = re.compile(r"<(/?)action>", re.IGNORECASE)
+_LABEL: Final = re.compile(r"^\W*action\W*[:=]\s*", re.IGNORECASE)
+_TOOL_NAME: Final = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+class _World:
+    """A Gymnasium environment, how it is shown, and what was seen of the running episode."""
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any] | Any,
+        *,
+        kwargs: dict[str, Any] | None,
+        render: Render | str | None,
+        actions: Sequence[str] | None,
+        instructions: str | None,
+    ) -> None:
+        if isinstance(env, str):
+            try:
+                self.env = gymnasium.make(env, **(kwargs or {}))
+            except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
+                raise ConfigError(f"gymnasium.make({env!r}, **{kwargs or {}}) failed: {error}") from error
+        elif kwargs:
+            raise ConfigError(f"kwargs={kwargs} were given beside {shown(env)}: they go with the id of an environment")
+        else:
+            self.env = env if isinstance(env, gymnasium.Env) else env()
+        if not isinstance(self.env, gymnasium.Env):
+            raise ConfigError(f"{shown(self.env)} is no gymnasium.Env: give one, its id, or a function that makes one")
+        known = WORLDS.get(self.env.spec.name) if self.env.spec is not None else None
+        self.space = self.env.action_space
+        self.names = _names(self.space, known.actions if known is not None and actions is None else actions or ())
+        self.rules = instructions if instructions is not None else known.rules if known is not None else ""
+        self._render = _renderer(render, None if known is None else known.render)
+        self.observation: Any = None
+        self.over = False
+
+    @property
+    def hint(self) -> str:
+        return space_hint(self.space, self.names)
+
+    def reset(self, task: Task | None, seed: int | None) -> str:
+        options = None if task is None else task.data.get("options")
+        self.observation, self.info = self.env.reset(seed=seed, options=options)
+        self.over = False
+        return self.text()
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool]:
+        self.observation, reward, terminated, truncated, self.info = self.env.step(action)
+        self.over = bool(terminated or truncated)
+        return self.text(), float(reward), bool(terminated), bool(truncated)
+
+    def text(self) -> str:
+        if self._render is None:
+            return value_text(self.env.observation_space, self.observation)
+        return str(self._render(self.observation, self.env))
+
+    def seen(self) -> dict[str, Any]:
+        return {"observation": plain_value(self.observation)}
+
+
+class GymnasiumEnv(Env):
+    """A Gymnasium environment in which every message is an action.
+
+    The action is what stands between the last ``<action>`` and ``</action>`` of a message, or its last line, with or
+    without ``Action:`` before it: a name, a number, or JSON, as the space has it. A message without an action is
+    answered with what is expected and moves nothing; after ``max_invalid`` of them in a row the episode is truncated.
+
+    Attributes:
+        world: The environment and how it is shown.
+    """
+
+    def __init__(
+        self,
+        env_id: str | Any,
+        *,
+        kwargs: dict[str, Any] | None = None,
+        render: Render | str | None = None,
+        parse: Parse | str | None = None,
+        actions: Sequence[str] | None = None,
+        instructions: str | None = None,
+        max_invalid: int = 3,
+        blocking: bool = False,
+    ) -> None:
+        """Take an environment.
+
+        Args:
+            env_id: Its id in Gymnasium, an object, or a function that makes one.
+            kwargs: Arguments of ``gymnasium.make``.
+            render: What the model reads of an observation: a function of observation and environment, a reference to
+                one, or ``ansi`` for what ``env.render()`` draws. By default numbers, or the words that are known.
+            parse: From the text of a message to an action: a function of text and environment, or a reference to one.
+            actions: Names of the values of a Discrete action space.
+            instructions: What the model is told in the beginning, before what an action is.
+            max_invalid: After so many messages without an action in a row the episode is truncated; 0 is never.
+            blocking: Whether a step takes long: it then runs in a thread.
+
+        Raises:
+            ConfigError: There is no such environment, or an argument does not fit it.
+            EnvError: Its action space has no form in text and no ``parse`` is given.
+        """
+        self.world = _World(env_id, kwargs=kwargs, render=render, actions=actions, instructions=instructions)
+        self._parse: Parse | None = load_object(parse, "parse function") if isinstance(parse, str) else parse
+        if self._parse is None:
+            space_schema(self.world.space)
+        self._max_invalid = max_invalid
+        self._invalid = 0
+        vars(self)["blocking"] = blocking
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
+        """Reset the world with the seed, and with ``task.data["options"]`` where there are some."""
+        text = self.world.reset(task, seed)
+        self._invalid = 0
+        rules = f"{self.world.rules}\n" if self.world.rules else ""
+        system = f"{rules}Answer with your action alone, or on the last line: {self._hint}."
+        return [{"role": "system", "content": system}, {"role": "user", "content": text}], self.world.seen()
+
+    def step(self, action: Message) -> StepResult:
+        """Take the action of a message; a tool call is answered with an error."""
+        if self.world.over:
+            raise EnvError(f"{type(self).__qualname__}: the episode is over: call reset() first")
+        answers = [_no_tool(call) for call in action.get("tool_calls") or ()]
+        try:
+            chosen = self._action(text_of(action))
+        except (ToolError, ValueError) as error:
+            self._invalid += 1
+            said: list[Message] = answers or [{"role": "user", "content": str(error)}]
+            spent = 0 < self._max_invalid <= self._invalid
+            info: dict[str, Any] = {"metrics": {"invalid_actions": 1.0}, **self.world.seen()}
+            return StepResult(
+                said, 0.0, False, spent, {**info, "stop_reason": StopReason.INVALID_CALLS} if spent else info
+            )
+        self._invalid = 0
+        text, reward, terminated, truncated = self.world.step(chosen)
+        observation: list[Message] = [*answers, {"role": "user", "content": text}]
+        return StepResult(observation, reward, terminated, truncated, self.world.seen())
+
+    def close(self) -> None:
+        """Close the world."""
+        self.world.env.close()
+
+    @property
+    def _hint(self) -> str:
+        return self.world.hint if self._parse is None else "as you are told"
+
+    def _action(self, text: str) -> Any:
+        if self._parse is not None:
+            action = self._parse(text, self.world.env)
+            if not self.world.space.contains(action):
+                raise ToolError(f"{shown(action)} is no action of {self.world.space}")
+            return action
+        return value_from_json(self.world.space, _said(text, self.world.space), self.world.names)
+
+
+class GymnasiumToolEnv(ToolEnv):
+    """A Gymnasium environment that is acted in by tool calls.
+
+    A Discrete action space with names has one tool for each name; any other has one tool, ``act(action)``. A message
+    without a call is answered with a reminder; after ``max_invalid_calls`` of them, or of calls that reached no tool,
+    in a row the episode is truncated.
+
+    Attributes:
+        world: The environment and how it is shown.
+    """
+
+    def __init__(
+        self,
+        env_id: str | Any,
+        *,
+        kwargs: dict[str, Any] | None = None,
+        render: Render | str | None = None,
+        actions: Sequence[str] | None = None,
+        instructions: str | None = None,
+        max_invalid: int = 3,
+        blocking: bool = False,
+    ) -> None:
+        """Take an environment; the arguments are those of :class:`GymnasiumEnv`.
+
+        Raises:
+            ConfigError: There is no such environment, or an argument does not fit it.
+            EnvError: Its action space has no form in JSON.
+        """
+        self.world = _World(env_id, kwargs=kwargs, render=render, actions=actions, instructions=instructions)
+        self.max_invalid_calls = max_invalid
+        self._blocking = blocking
+        self._ended: tuple[bool, bool] | None = None
+        self.tools = self._tools()
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
+        """Reset the world with the seed, and with ``task.data["options"]`` where there are some."""
+        text = self.world.reset(task, seed)
+        self._ended = None
+        rules = f"{self.world.rules}\n" if self.world.rules else ""
+        system = f"{rules}Act by calling a tool."
+        return [{"role": "system", "content": system}, {"role": "user", "content": text}], self.world.seen()
+
+    async def step(self, action: Message) -> StepResult:
+        """Take the calls of a message as actions, one after the other."""
+        if not action.get("tool_calls"):
+            return await self._reminded()
+        result = await super().step(action)
+        info = {**result.info, **self.world.seen()}
+        if self._ended is not None:
+            self._over = True
+            info.pop("stop_reason", None)
+            return result._replace(terminated=self._ended[0], truncated=self._ended[1], info=info)
+        return result._replace(info=info)
+
+    def close(self) -> None:  # type: ignore[override]
+        """Close the world; the tools are released after it."""
+        self.world.env.close()
+
+    async def _reminded(self) -> StepResult:
+        await self._open()
+        self._note(usable=False)
+        spent = 0 < self.max_invalid_calls <= self.invalid_in_a_row
+        self._over = spent
+        info: dict[str, Any] = {"metrics": {"invalid_actions": 1.0}, **self.world.seen()}
+        if spent:
+            info["stop_reason"] = StopReason.INVALID_CALLS
+        said: Message = {"role": "user", "content": "Call a tool to act."}
+        return StepResult([said], 0.0, False, spent, info)
+
+    def _tools(self) -> list[FunctionTool]:
+        space, names = self.world.space, self.world.names
+        if not names:
+            parameters = {"type": "object", "properties": {"action": space_schema(space)}, "required": ["action"]}
+
+            def act(action: Any) -> Any:
+                return self._act(value_from_json(space, action))
+
+            return [self._tool(act, "act", f"Act: {space_hint(space)}.", parameters)]
+
+        def named(number: int) -> Callable[[], Any]:
+            return lambda: self._act(number)
+
+        empty = {"type": "object", "properties": {}, "additionalProperties": False}
+        start = int(space.start)
+        return [
+            self._tool(named(start + number), _TOOL_NAME.sub("_", name), f"Act: {name}.", empty)
+            for number, name in enumerate(names)
+        ]
+
+    def _tool(self, fn: Callable[..., Any], name: str, description: str, parameters: dict[str, Any]) -> FunctionTool:
+        schema = {"name": name, "description": description, "parameters": parameters}
+        return FunctionTool(fn, schema=schema, concurrent=False, inline=not self._blocking)
+
+    def _act(self, action: Any) -> tuple[str, float]:
+        if self._ended is not None:
+            raise ToolError("the episode is over: this action was not taken")
+        text, reward, terminated, truncated = self.world.step(action)
+        if terminated or truncated:
+            self._ended = (terminated, truncated)
+        return text, reward
+
+
+def from_gymnasium(
+    env: str | Any,
+    *,
+    tools: bool = False,
+    kwargs: dict[str, Any] | None = None,
+    render: Render | str | Literal["ansi"] | None = None,
+    parse: Parse | str | None = None,
+    actions: Sequence[str] | None = None,
+    instructions: str | None = None,
+    max_invalid: int = 3,
+    blocking: bool = False,
+) -> GymnasiumEnv | GymnasiumToolEnv:
+    """Return a Gymnasium environment as one of this package.
+
+    Args:
+        env: Its id, an object, or a function that makes one.
+        tools: Whether the model acts by tool calls; else each of its messages is an action.
+        kwargs: Arguments of ``gymnasium.make``.
+        render: What the model reads of an observation; see :class:`GymnasiumEnv`.
+        parse: From the text of a message to an action; not with tools, whose arguments are the action.
+        actions: Names of the values of a Discrete action space.
+        instructions: What the model is told in the beginning.
+        max_invalid: After so many messages in a row without an action the episode is truncated; 0 is never.
+        blocking: Whether a step takes long: it then runs in a thread.
+
+    Raises:
+        ConfigError: There is no such environment, or an argument does not fit it.
+        EnvError: Its action space has no form in text or JSON and no ``parse`` is given.
+    """
+    common: dict[str, Any] = {
+        "kwargs": kwargs,
+        "render": render,
+        "actions": actions,
+        "instructions": instructions,
+        "max_invalid": max_invalid,
+        "blocking": blocking,
+    }
+    if tools and parse is not None:
+        raise ConfigError("parse= reads messages, and with tools=True the calls are the actions: leave one out")
+    return GymnasiumToolEnv(env, **common) if tools else GymnasiumEnv(env, parse=parse, **common)
+
+
+def _names(space: Any, names: Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    if not isinstance(space, gymnasium.spaces.Discrete) or len(names) != int(space.n):
+        raise ConfigError(f"actions={list(names)} name the values of a Discrete space, but the action space is {space}")
+    if len({_TOOL_NAME.sub("_", name.casefold()) for name in names}) < len(names):
+        raise ConfigError(f"actions={list(names)}: two of these names are the same")
+    return tuple(names)
+
+
+def _renderer(render: Render | str | None, known: Render | None) -> Render | None:
+    if render is None:
+        return known
+    if render == "ansi":
+        return ansi_text
+    found: Render = load_object(render, "render function") if isinstance(render, str) else render
+    return found
+
+
+def _said(text: str, space: Any) -> Any:
+    """Return what a message says its action is: JSON where it is JSON and no text is wanted, else the text."""
+    said = _tagged(text)
+    if said is None:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        said = _LABEL.sub("", lines[-1]) if lines else ""
+    if isinstance(space, gymnasium.spaces.Text):
+        return said
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        return said.rstrip(".!")
+
+
+def _tagged(text: str) -> str | None:
+    # One pass: a text of nothing but opening tags costs no more than another one.
+    found, opened = None, -1
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            opened = tag.end()
+        elif opened >= 0:
+            found, opened = text[opened : tag.start()].strip(), -1
+    return found
+
+
+def _no_tool(call: ToolCall) -> Message:
+    text = json.dumps({"error": {"type": "unknown_tool", "message": "there are no tools: write the action"}})
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

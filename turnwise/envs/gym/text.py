@@ -1,0 +1,250 @@
+"""Values of Gymnasium's spaces as text and JSON, and back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from gymnasium import spaces
+
+from turnwise.errors import EnvError, ToolError, shown
+
+Render = Callable[[Any, Any], str]
+"""``render(observation, env)`` returns what the model reads."""
+
+_ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
+_COLOURED: Final = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)
+
+
+def value_text(space: Any, value: Any) -> str:
+    """Return a value of a space as a model reads it: numbers in at most six digits, dicts as lines."""
+    if isinstance(space, spaces.Dict):
+        return "\n".join(f"{name}: {value_text(inner, value[name])}" for name, inner in space.spaces.items())
+    if isinstance(space, spaces.Tuple):
+        return ", ".join(value_text(inner, each) for inner, each in zip(space.spaces, value, strict=True))
+    if isinstance(space, spaces.Text):
+        return str(value)
+    return json.dumps(_rounded(plain_value(value)), ensure_ascii=False)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of a space as JSON values."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): plain_value(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(each) for each in value]
+    return value
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def space_schema(space: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the JSON schema of a space's values.
+
+    Args:
+        space: The space.
+        names: Names of the values of a Discrete space.
+
+    Raises:
+        EnvError: The space has no form in JSON.
+    """
+    if isinstance(space, spaces.Discrete):
+        if names:
+            return {"type": "string", "enum": list(names)}
+        return {"type": "integer", "minimum": int(space.start), "maximum": int(space.start + space.n - 1)}
+    if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)):
+        return _array_schema(space)
+    if isinstance(space, spaces.Text):
+        return {"type": "string", "minLength": space.min_length, "maxLength": space.max_length}
+    if isinstance(space, spaces.Tuple):
+        items = [space_schema(inner) for inner in space.spaces]
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+    if isinstance(space, spaces.Dict):
+        inner = {name: space_schema(each) for name, each in space.spaces.items()}
+        return {"type": "object", "properties": inner, "required": list(inner), "additionalProperties": False}
+    raise EnvError(f"the space {space} has no form in JSON: give render= and parse= functions of your own")
+
+
+def _array_schema(space: Any) -> dict[str, Any]:
+    shape = space.shape
+    if isinstance(space, spaces.Box):
+        whole = np.issubdtype(space.dtype, np.integer)
+        # A schema is one for all elements; the exact bounds are checked where the value is read.
+        low, high = float(np.min(space.low)), float(np.max(space.high))
+        schema: dict[str, Any] = {"type": "integer" if whole else "number"}
+        schema |= {"minimum": low} if math.isfinite(low) else {}
+        schema |= {"maximum": high} if math.isfinite(high) else {}
+    elif isinstance(space, spaces.MultiBinary):
+        schema = {"type": "integer", "minimum": 0, "maximum": 1}
+    else:
+        start = np.asarray(space.start)
+        schema = {"type": "integer", "minimum": int(start.min()), "maximum": int((start + space.nvec).max() - 1)}
+    for length in reversed(shape):
+        schema = {"type": "array", "items": schema, "minItems": length, "maxItems": length}
+    return schema
+
+
+def space_hint(space: Any, names: Sequence[str] = ()) -> str:
+    """Return in words what an action is."""
+    if isinstance(space, spaces.Discrete):
+        if names:
+            return f"one of: {', '.join(names)}"
+        return f"a whole number from {int(space.start)} to {int(space.start + space.n - 1)}"
+    if isinstance(space, spaces.Text):
+        return f"a text of {space.min_length} to {space.max_length} characters"
+    return f"JSON that fits {json.dumps(space_schema(space))}"
+
+
+def value_from_json(space: Any, value: Any, names: Sequence[str] = ()) -> Any:
+    """Return what a JSON value is in a space.
+
+    Raises:
+        ToolError: It does not fit; the message says to the model what does.
+    """
+    found = _converted(space, value, names)
+    if found is None or not space.contains(found):
+        raise ToolError(f"{shown(value)} is no action: write {space_hint(space, names)}")
+    return found
+
+
+def _converted(space: Any, value: Any, names: Sequence[str]) -> Any:
+    if isinstance(space, spaces.Discrete):
+        return _index(space, value, names)
+    if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)):
+        return _array(space, value)
+    if isinstance(space, spaces.Text):
+        return value if isinstance(value, str) else None
+    if isinstance(space, spaces.Tuple) and isinstance(value, (list, tuple)) and len(value) == len(space.spaces):
+        return tuple(_converted(inner, each, ()) for inner, each in zip(space.spaces, value, strict=True))
+    if isinstance(space, spaces.Dict) and isinstance(value, Mapping) and set(value) == set(space.spaces):
+        return {name: _converted(inner, value[name], ()) for name, inner in space.spaces.items()}
+    return None
+
+
+def _array(space: Any, value: Any) -> Any:
+    try:
+        given = np.asarray(value)
+        array = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if given.dtype == np.bool_ or array.shape != space.shape:
+        return None
+    # Cast only where nothing is lost: 1.5 is no whole number, 1e300 no float32.
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(space.dtype)
+    exact = np.issubdtype(space.dtype, np.floating) or bool(np.all(array == cast))
+    return cast if exact and bool(np.all(np.isfinite(cast))) else None
+
+
+def _index(space: Any, value: Any, names: Sequence[str]) -> int | None:
+    if isinstance(value, str):
+        lowered = value.strip().casefold()
+        for number, name in enumerate(names):
+            if name.casefold() == lowered:
+                return int(space.start) + number
+        value = int(lowered) if re.fullmatch(r"-?\d{1,18}", lowered) else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1.0 is an integer to JSON's schemas
+    return None if isinstance(value, bool) or not isinstance(value, int) else value
+
+
+def ansi_text(_observation: Any, env: Any) -> str:
+    """Return what ``env.render()`` draws as text; what it colours stands in brackets."""
+    drawn = env.render()
+    if not isinstance(drawn, str):
+        raise EnvError(
+            f"env.render() returned {shown(drawn)}, no text: make the environment with render_mode='ansi', or give a "
+            "render= function"
+        )
+    return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawn)).strip("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """How a well-known environment is shown.
+
+    Attributes:
+        rules: What the model is told in the beginning.
+        actions: Names of its actions.
+        render: What the model reads of an observation.
+    """
+
+    rules: str
+    actions: tuple[str, ...]
+    render: Render
+
+
+def _frozen_lake(observation: Any, env: Any) -> str:
+    desc = env.unwrapped.desc
+    row, column = divmod(int(observation), desc.shape[1])
+    grid = [[cell.decode() for cell in line] for line in desc]
+    grid[row][column] = "P"
+    return "\n".join("".join(line) for line in grid)
+
+
+_STOPS: Final = ("R (row 0, column 0)", "G (row 0, column 4)", "Y (row 4, column 0)", "B (row 4, column 3)")
+
+
+def _taxi(observation: Any, env: Any) -> str:
+    row, column, passenger, goal = env.unwrapped.decode(int(observation))
+    waiting = "in the taxi" if passenger == len(_STOPS) else f"at {_STOPS[passenger]}"
+    grid = [[cell.decode() for cell in line] for line in env.unwrapped.desc]
+    grid[1 + row][1 + 2 * column] = "T"
+    drawn = "\n".join("".join(line) for line in grid)
+    return (
+        f"{drawn}\nThe taxi T is at row {row}, column {column}. The passenger is {waiting}. "
+        f"The destination is {_STOPS[goal]}."
+    )
+
+
+def _blackjack(observation: Any, _env: Any) -> str:
+    own, dealer, ace = (int(each) for each in observation)
+    held = "with" if ace else "without"
+    return f"You hold {own}, {held} a usable ace. The dealer shows {'an ace' if dealer == 1 else dealer}."
+
+
+def _cart_pole(observation: Any, _env: Any) -> str:
+    position, speed, angle, turning = (float(each) for each in observation)
+    return (
+        f"cart position {position:.4f}, cart velocity {speed:.4f}, pole angle {angle:.4f} rad, "
+        f"pole angular velocity {turning:.4f} rad/s"
+    )
+
+
+WORLDS: Final[dict[str, World]] = {
+    "FrozenLake": World(
+        "Cross the lake. S is the start, F is ice, H a hole, G the goal, P where you are. G pays 1, H ends it.",
+        ("left", "down", "right", "up"),
+        _frozen_lake,
+    ),
+    "Taxi": World(
+        "Drive the taxi to the passenger, pick them up, drive to the destination, drop them off. | is a wall. Each "
+        "move costs 1, a wrong pickup or dropoff 10; delivering pays 20.",
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+        _taxi,
+    ),
+    "Blackjack": World(
+        "Come as close to 21 as you can, closer than the dealer, and not over it. Winning pays 1, losing -1.",
+        ("stick", "hit"),
+        _blackjack,
+    ),
+    "CartPole": World(
+        "Keep the pole upright and the cart within 2.4 of the middle. Every step pays 1.",
+        ("left", "right"),
+        _cart_pole,
+    ),
+}
+"""Well-known environments, by their names in Gymnasium without the version."""

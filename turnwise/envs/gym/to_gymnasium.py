@@ -1,0 +1,427 @@
+"""Gymnasium, both ways: environments of this package as Gymnasium's, and (``gym_env.py``) the other way round."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar, Final, TypeVar, cast, get_args
+
+import gymnasium
+import orjson
+
+from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, from_gymnasium
+from turnwise.envs.registration import EnvSpec, announce, make
+from turnwise.errors import EnvError, TaskError, shown
+from turnwise.tasks import Task, TaskSource, load_tasks
+from turnwise.tools.sample_arguments import random_arguments
+from turnwise.types import Message, Role, ToolCall, ToolSchema, text_of
+
+_ROLES: Final = frozenset(get_args(Role))
+_WORDS: Final = "yes no one two left right up down hello answer north south 0 1 2 3 10 42".split()  # noqa: SIM905
+
+
+class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
+    """Assistant messages: texts, or dicts with ``content`` and ``tool_calls``.
+
+    A call is a :class:`~turnwise.types.ToolCall` or a dict with ``name`` and ``arguments``; ids are given where they
+    miss. Samples are dicts of JSON values: random words, or calls of the tools with random arguments.
+
+    Attributes:
+        tools: What samples may call.
+    """
+
+    def __init__(self, tools: Sequence[ToolSchema] = (), seed: int | None = None) -> None:
+        super().__init__(shape=None, dtype=None, seed=seed)
+        self.tools = tuple(tools)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """False: a message has no fixed length."""
+        return False
+
+    def sample(self, mask: Any = None, probability: Any = None) -> dict[str, Any]:
+        """Return a random message.
+
+        Raises:
+            ValueError: A mask or probability was given; a message has no fixed set of values to mask.
+        """
+        if mask is not None or probability is not None:
+            raise ValueError("the space of messages takes no mask and no probability")
+        rng = random.Random(int(self.np_random.integers(2**63)))
+        if self.tools and rng.random() < 0.5:
+            tool = rng.choice(self.tools)
+            arguments = random_arguments(tool, rng, _WORDS)
+            if arguments is not None:
+                call = {"id": "call_0", "name": tool.name, "arguments": arguments}
+                return {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"role": "assistant", "content": " ".join(rng.choices(_WORDS, k=rng.randint(1, 4)))}
+
+    def contains(self, x: Any) -> bool:
+        """Whether :func:`as_message` takes it."""
+        try:
+            as_message(x)
+        except EnvError:
+            return False
+        return True
+
+    def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
+        """Return messages as JSON values."""
+        return [plain(as_message(each)) for each in sample_n]
+
+    def from_jsonable(self, sample_n: list[Any]) -> list[Any]:
+        """Return what :meth:`to_jsonable` returned as elements of the space."""
+        return list(sample_n)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ActionSpace) and other.tools == self.tools
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"ActionSpace(tools={[tool.name for tool in self.tools]})"
+
+
+class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
+    """Tuples of messages, each a dict of JSON values with a ``role``: what an environment answers."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(shape=None, dtype=None, seed=seed)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """False: a conversation has no fixed length."""
+        return False
+
+    def sample(self, mask: Any = None, probability: Any = None) -> tuple[dict[str, Any], ...]:
+        """Return one to three random user messages.
+
+        Raises:
+            ValueError: A mask or probability was given.
+        """
+        if mask is not None or probability is not None:
+            raise ValueError("the space of messages takes no mask and no probability")
+        rng = random.Random(int(self.np_random.integers(2**63)))
+        return tuple(
+            {"role": "user", "content": " ".join(rng.choices(_WORDS, k=rng.randint(1, 4)))}
+            for _ in range(rng.randint(1, 3))
+        )
+
+    def contains(self, x: Any) -> bool:
+        """Whether it is a tuple of messages that are JSON."""
+        if not isinstance(x, tuple) or not all(isinstance(each, dict) and each.get("role") in _ROLES for each in x):
+            return False
+        try:
+            orjson.dumps(x)
+        except (TypeError, orjson.JSONEncodeError):
+            return False
+        return True
+
+    def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
+        """Return conversations as lists."""
+        return [list(each) for each in sample_n]
+
+    def from_jsonable(self, sample_n: list[Any]) -> list[Any]:
+        """Return what :meth:`to_jsonable` returned as elements of the space."""
+        return [tuple(each) for each in sample_n]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObservationSpace)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "ObservationSpace()"
+
+
+def as_message(action: Any) -> Message:
+    """Return an action as an assistant message.
+
+    Raises:
+        EnvError: It is neither a text nor an assistant message.
+    """
+    if isinstance(action, str):
+        return {"role": "assistant", "content": action}
+    if not isinstance(action, Mapping) or action.get("role", "assistant") != "assistant":
+        raise EnvError(f"an action is a text or an assistant message, not {shown(action)}")
+    content = action.get("content", "")
+    if content is not None and not isinstance(content, (str, list)):
+        raise EnvError(f"an action's content is {shown(content)}: it must be a text, a list of parts or None")
+    calls = action.get("tool_calls") or ()
+    if not isinstance(calls, (list, tuple)):
+        raise EnvError(f"an action's tool_calls are {shown(calls)}: they must be a list")
+    message = cast("Message", {**action, "role": "assistant", "content": content})
+    message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [_as_call(call, number) for number, call in enumerate(calls)]
+    return message
+
+
+def _as_call(call: Any, number: int) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    if (
+        not isinstance(call, Mapping)
+        or not isinstance(call.get("name"), str)
+        or not isinstance(call.get("arguments", {}), Mapping)
+    ):
+        raise EnvError(
+            f"tool_calls[{number}] is {shown(call)}: it must be a ToolCall or a dict with 'name' and 'arguments'"
+        )
+    return ToolCall(str(call.get("id") or f"call_{number}"), call["name"], dict(call.get("arguments", {})))
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Return a message as a new dict of JSON values."""
+    values = cast("dict[str, Any]", dict(message))
+    if message.get("tool_calls"):
+        values["tool_calls"] = [asdict(call) for call in message["tool_calls"]]
+    return values
+
+
+__all__ = [
+    "ActionSpace",
+    "GymnasiumAdapter",
+    "GymnasiumEnv",
+    "GymnasiumToolEnv",
+    "ObservationSpace",
+    "from_gymnasium",
+    "to_gymnasium",
+]
+
+T = TypeVar("T")
+
+MOST_TASKS: Final = 1_000
+"""So many tasks of a source are read and drawn from, unless told otherwise."""
+_TIMES: Final = "seconds"
+
+
+class _Loop:
+    """An event loop in a thread of its own, so that it can be waited for inside a running loop as well."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="turnwise-gymnasium", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _end_loop, self._loop, self._thread)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result()
+        except BaseException:  # also Ctrl-C
+            # Ctrl-C reaches who waits: what is waited for must not go on behind their back.
+            running.cancel()
+            raise
+
+    def close(self) -> None:
+        self._end()
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5.0)
+    if not thread.is_alive():
+        loop.close()
+
+
+class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
+    """An environment of this package as a Gymnasium environment.
+
+    An observation is a tuple of messages (dicts of JSON values), an action a text or an assistant message; both have
+    their space. Rewards, ``terminated`` and ``truncated`` are the environment's own; where it truncates, its score is
+    added to the reward of that step, since Gymnasium has no other place for it.
+
+    Attributes:
+        observation_space: Tuples of messages.
+        action_space: Assistant messages; samples call the environment's tools.
+        conversation: All messages of the running episode, the actions included.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
+
+    def __init__(
+        self,
+        env: str | EnvSpec | Env | Callable[[], Env],
+        *,
+        tasks: TaskSource | None = None,
+        max_tasks: int = MOST_TASKS,
+        render_mode: str | None = None,
+        **config: Any,
+    ) -> None:
+        """Take an environment.
+
+        Args:
+            env: A registered name or reference, a spec, an environment, or what makes one.
+            tasks: What resets draw from; by default the environment's own tasks, where it has some.
+            max_tasks: So many tasks are read.
+            render_mode: ``ansi`` for the conversation as text, or None.
+            **config: Keyword arguments of its constructor, where ``env`` is a name.
+
+        Raises:
+            RegistryError: There is no such environment, or it does not take this configuration.
+            TaskError: The tasks cannot be read, or there are none.
+            EnvError: Arguments were given to an environment that is made already, or the render mode is unknown.
+        """
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise EnvError(f"render_mode is {render_mode!r}: there is 'ansi' (the conversation as text), or None")
+        self.render_mode = render_mode
+        self._env = _made(env, config)
+        self._tasks = _tasks(self._env, tasks, max_tasks)
+        self._loop: _Loop | None = None
+        self._open = True
+        self.observation_space = ObservationSpace()
+        self.action_space = ActionSpace(schemas(self._env))
+        self.conversation: list[Message] = []
+
+    @property
+    def env(self) -> Env:
+        """The environment itself."""
+        return self._env
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+        """Begin an episode.
+
+        Args:
+            seed: Seeds what is drawn from here on, as in Gymnasium: the task, and the seed of the environment.
+            options: ``task`` names the task: a Task, a row, an id, or its number.
+
+        Returns:
+            The messages that the conversation begins with, and the environment's info with ``task_id``.
+
+        Raises:
+            EnvError: The environment raised or broke its contract.
+            TaskError: ``options["task"]`` names none.
+        """
+        super().reset(seed=seed)
+        drawn = int(self.np_random.integers(2**31))
+        task = self._task((options or {}).get("task"))
+        messages, info = self._run(invoke(self._env, "reset", task, seed=drawn if seed is None else seed))
+        self.action_space.tools = tuple(schemas(self._env))
+        self.conversation = list(messages)
+        return self._observed(messages), {**_comparable(info), "task_id": None if task is None else task.id}
+
+    def step(self, action: Any) -> tuple[tuple[dict[str, Any], ...], float, bool, bool, dict[str, Any]]:
+        """Say something.
+
+        Args:
+            action: A text or an assistant message.
+
+        Raises:
+            EnvError: It is none, or the environment raised or broke its contract.
+        """
+        message = as_message(action)
+        self.conversation.append(message)
+        result: StepResult = self._run(invoke(self._env, "step", message))
+        reward, info = result.reward, dict(result.info)
+        if result.truncated and not result.terminated:
+            parts: dict[str, float] = self._run(invoke(self._env, "score", None))
+            info["rewards"] = {**(info.get("rewards") or {"step": reward}), **parts}
+            reward += sum(parts.values())
+        answered = as_messages(result.observation)
+        self.conversation += answered
+        observed = self._observed(answered)
+        return observed, float(reward), result.terminated, result.truncated, _comparable(info)
+
+    def render(self) -> str | None:
+        """Return the conversation as text, in the render mode ``ansi``."""
+        if self.render_mode is None:
+            return None
+        return "\n".join(_line(message) for message in self.conversation)
+
+    def close(self) -> None:
+        """Close the environment and end its event loop. A second time is no error."""
+        if not self._open:
+            return
+        try:
+            # Before the first reset too: a constructor may have opened something.
+            self._run(invoke(self._env, "close"))
+        finally:
+            self._open = False
+            if self._loop is not None:
+                self._loop.close()
+                self._loop = None
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        self._open = True
+        if self._loop is None:
+            self._loop = _Loop()
+        return self._loop.run(work)
+
+    def _task(self, wanted: Any) -> Task | None:
+        if wanted is None:
+            return self._tasks[int(self.np_random.integers(len(self._tasks)))] if self._tasks else None
+        if isinstance(wanted, Task):
+            return wanted
+        if isinstance(wanted, dict):
+            return Task.from_record(wanted, where="options['task']", default_id="options")
+        named = next((task for task in self._tasks if task.id == wanted), None)
+        if named is not None:
+            return named
+        if isinstance(wanted, int) and not isinstance(wanted, bool) and 0 <= wanted < len(self._tasks):
+            return self._tasks[wanted]
+        raise TaskError(
+            f"options['task'] is {shown(wanted)}: there are {len(self._tasks)} tasks; give a number below that, an id, "
+            "a Task or a row"
+        )
+
+    def _observed(self, messages: list[Message]) -> tuple[dict[str, Any], ...]:
+        # JSON and back: what is handed out is nobody else's, and holds no objects.
+        try:
+            observed: list[dict[str, Any]] = orjson.loads(orjson.dumps([plain(message) for message in messages]))
+        except TypeError as error:
+            raise EnvError(f"{type(self._env).__qualname__}: an observation is not JSON: {error}") from error
+        return tuple(observed)
+
+
+def to_gymnasium(env: str | EnvSpec | Env | Callable[[], Env], **options: Any) -> GymnasiumAdapter:
+    """Return an environment as a Gymnasium environment; the arguments are those of :class:`GymnasiumAdapter`."""
+    return GymnasiumAdapter(env, **options)
+
+
+def _made(env: str | EnvSpec | Env | Callable[[], Env], config: dict[str, Any]) -> Env:
+    if isinstance(env, str):
+        return make(env, **config)
+    if config:
+        raise EnvError(f"configuration {config} was given beside {shown(env)}: it goes with the name of an environment")
+    found = env if isinstance(env, Env) else env.make() if isinstance(env, EnvSpec) else env()
+    if not isinstance(found, Env):
+        raise EnvError(f"{shown(env)} made {shown(found)}: it must make an environment (a turnwise.Env)")
+    return found
+
+
+def _tasks(env: Env, source: TaskSource | None, limit: int) -> list[Task]:
+    source = env.default_tasks if source is None else source
+    if source is None:
+        return []
+    found = load_tasks(source, limit=limit)
+    if not found:
+        raise TaskError(f"tasks={source!r}: there is no task in it")
+    return found
+
+
+def _comparable(info: dict[str, Any]) -> dict[str, Any]:
+    """Return an info without the times in its metrics: Gymnasium compares infos of equal episodes."""
+    metrics = info.get("metrics")
+    if not metrics:
+        return dict(info)
+    return {**info, "metrics": {name: value for name, value in metrics.items() if not name.endswith(_TIMES)}}
+
+
+def _line(message: Message) -> str:
+    calls = "".join(f" {call.name}({_arguments(call.arguments)})" for call in message.get("tool_calls") or ())
+    text = text_of(message)
+    return f"{message['role']}:{f' {text}' if text else ''}{calls}"
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+announce()

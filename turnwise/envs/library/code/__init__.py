@@ -1,0 +1,7 @@
+"""Programming problems, answered by code that is judged by its tests in sandboxes."""
+
+from turnwise.envs.library.code.env import CodeEnv
+from turnwise.envs.library.code.formats import problem_of, row
+from turnwise.envs.library.code.made import tasks
+
+__all__ = ["CodeEnv", "problem_of", "row", "tasks"]

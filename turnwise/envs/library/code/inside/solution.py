@@ -1,0 +1,55 @@
+"""The process of a solution: runs its code and calls its functions as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import types
+from typing import Any
+
+from turnwise.envs.library.code.inside.wire import Peer, lines_of, raise_limits
+
+
+def anything(op: str, found: Any, args: Any) -> None:
+    """The tests may do to a solution whatever they like."""
+
+
+def main() -> None:
+    """Read the code, run it, and answer calls."""
+    read = os.fdopen(os.dup(0), "rb").readline
+    write = os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+
+    def send(message: Any) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(write, data) :]
+
+    receive = lines_of(read)
+    begin = receive()
+    if begin["memory"]:
+        resource.setrlimit(resource.RLIMIT_AS, (begin["memory"], begin["memory"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    raise_limits()
+    peer = Peer(receive, send, anything)
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    peer.names = vars(module)
+    try:
+        exec(compile(begin["code"], "<solution>", "exec"), peer.names)
+        send({"ok": None})
+    except BaseException as error:  # noqa: BLE001 - a solution may raise anything while it is loaded
+        text = f"{error}"[:2000]
+        send({"err": [type(error).__name__, text]})
+    with contextlib.suppress(EOFError):
+        peer.serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What the desk knows of whom it serves, and what it can look up."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.envs.library.retail.store import Store
+from turnwise.errors import ToolError, shown
+
+Row = sqlite3.Row
+
+
+@dataclass(slots=True)
+class Desk:
+    """A conversation's side of the shop.
+
+    Attributes:
+        store: The rows.
+        customer: Id of the customer who is served, once the tools have found one.
+        transferred: Whether a colleague has taken over: nothing can be changed any more.
+    """
+
+    store: Store
+    customer: str | None = None
+    transferred: bool = False
+
+    def serve(self, found: Row | None, what: str) -> str:
+        """Take a customer who was looked up as the one who is served. Raises ToolError for nobody, or another one."""
+        if found is None:
+            raise ToolError(f"there is no customer with {what}")
+        if self.customer not in (None, found["user_id"]):
+            raise ToolError("this conversation is with another customer: one conversation serves one customer")
+        self.customer = found["user_id"]
+        return self.customer
+
+    def served(self) -> str:
+        """Return the customer's id. Raises ToolError before one was found."""
+        if self.customer is None:
+            raise ToolError("no customer has been identified: find the customer by e-mail, or by name and zip, first")
+        return self.customer
+
+    def user(self, user_id: str) -> Row:
+        """Return the customer's row. Raises ToolError for anybody else."""
+        if user_id != self.served():
+            raise ToolError(f"{shown(user_id)} is not the customer who was identified in this conversation")
+        found = self.store.row("SELECT * FROM users WHERE user_id = ?", user_id)
+        assert found is not None
+        return found
+
+    def order(self, order_id: str) -> Row:
+        """Return an order of the customer's. Raises ToolError where there is none, or it is somebody else's."""
+        customer = self.served()
+        found = self.store.row("SELECT * FROM orders WHERE order_id = ?", order_id.strip().removeprefix("#"))
+        if found is None:
+            raise ToolError(f"there is no order {shown(order_id)}: order ids look like W1234567")
+        if found["user_id"] != customer:
+            raise ToolError(f"order {shown(order_id)} belongs to another customer")
+        return found
+
+    def payment_method(self, payment_id: str) -> Row:
+        """Return a payment method of the customer's. Raises ToolError where there is none."""
+        customer = self.served()
+        sql = "SELECT * FROM payment_methods WHERE payment_id = ? AND user_id = ?"
+        found = self.store.row(sql, payment_id.strip(), customer)
+        if found is None:
+            raise ToolError(f"the customer has no payment method {shown(payment_id)}: see get_user")
+        return found
+
+    def variant(self, item_id: str) -> Row:
+        """Return a variant and its product's name. Raises ToolError where there is none."""
+        sql = "SELECT variants.*, name FROM variants JOIN products USING (product_id) WHERE item_id = ?"
+        found = self.store.row(sql, item_id.strip())
+        if found is None:
+            raise ToolError(f"there is no item {shown(item_id)}: see get_product for the ids of a product's variants")
+        return found
+
+    def net_paid(self, order_id: str) -> dict[str, int]:
+        """Return what an order has cost so far, by payment method, in cents; nothing where all was given back."""
+        sql = (
+            "SELECT payment_id, SUM(CASE kind WHEN 'payment' THEN amount ELSE -amount END) AS net FROM payments "
+            "WHERE order_id = ? GROUP BY payment_id ORDER BY payment_id"
+        )
+        return {row["payment_id"]: row["net"] for row in self.store.rows(sql, order_id) if row["net"]}
+
+    def user_view(self, user_id: str) -> dict[str, Any]:
+        """Return what a model reads of the customer."""
+        user = self.user(user_id)
+        methods = self.store.rows("SELECT * FROM payment_methods WHERE user_id = ? ORDER BY payment_id", user_id)
+        orders = self.store.rows("SELECT order_id FROM orders WHERE user_id = ? ORDER BY order_id", user_id)
+        return {
+            "user_id": user["user_id"],
+            "name": f"{user['first_name']} {user['last_name']}",
+            "email": user["email"],
+            "address": _address(user),
+            "payment_methods": [_payment_method(each) for each in methods],
+            "orders": [row["order_id"] for row in orders],
+        }
+
+    def order_view(self, order_id: str) -> dict[str, Any]:
+        """Return what a model reads of an order."""
+        order = self.order(order_id)
+        sql = (
+            "SELECT order_items.*, product_id, name, options, final_sale FROM order_items "
+            "JOIN variants USING (item_id) JOIN products USING (product_id) WHERE order_id = ? ORDER BY item_id"
+        )
+        view: dict[str, Any] = {
+            "order_id": order["order_id"],
+            "status": order["status"],
+            "ordered_on": order["ordered_on"],
+            "delivered_on": order["delivered_on"],
+            "address": _address(order),
+            "items": [_item(each) for each in self.store.rows(sql, order["order_id"])],
+        }
+        sql = "SELECT payment_id, kind, amount FROM payments WHERE order_id = ? ORDER BY rowid"
+        view["payments"] = [
+            {"payment_id": row["payment_id"], "kind": row["kind"], "amount": dollars(row["amount"])}
+            for row in self.store.rows(sql, order["order_id"])
+        ]
+        if order["cancel_reason"] is not None:
+            view["cancel_reason"] = order["cancel_reason"]
+        return view
+
+    def product_view(self, product_id: str) -> dict[str, Any]:
+        """Return what a model reads of a product. Raises ToolError where there is none."""
+        product = self.store.row("SELECT * FROM products WHERE product_id = ?", product_id.strip())
+        if product is None:
+            raise ToolError(f"there is no product {shown(product_id)}: see list_products")
+        variants = self.store.rows(
+            "SELECT * FROM variants WHERE product_id = ? ORDER BY item_id", product["product_id"]
+        )
+        return {
+            "product_id": product["product_id"],
+            "name": product["name"],
+            "variants": [
+                {
+                    "item_id": each["item_id"],
+                    "options": json.loads(each["options"]),
+                    "price": dollars(each["price"]),
+                    "available": each["stock"] > 0,
+                    "final_sale": bool(each["final_sale"]),
+                }
+                for each in variants
+            ],
+        }
+
+
+def dollars(cents: int) -> str:
+    """Return an amount as a model reads it: ``$12.50``."""
+    return f"{'-' if cents < 0 else ''}${abs(cents) // 100}.{abs(cents) % 100:02}"
+
+
+def _address(row: Row) -> dict[str, str]:
+    return {key: row[key] for key in ("street", "city", "state", "zip")}
+
+
+def _payment_method(row: Row) -> dict[str, Any]:
+    view = {"payment_id": row["payment_id"], "kind": row["kind"]}
+    if row["last_four"] is not None:
+        view["last_four"] = row["last_four"]
+    if row["balance"] is not None:
+        view["balance"] = dollars(row["balance"])
+    return view
+
+
+def _item(row: Row) -> dict[str, Any]:
+    view = {
+        "item_id": row["item_id"],
+        "product_id": row["product_id"],
+        "product": row["name"],
+        "options": json.loads(row["options"]),
+        "price": dollars(row["price"]),
+        "final_sale": bool(row["final_sale"]),
+        "state": row["state"],
+    }
+    if row["new_item_id"] is not None:
+        view |= {"exchanged_for": row["new_item_id"], "new_price": dollars(row["new_price"])}
+    return view

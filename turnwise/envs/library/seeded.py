@@ -1,0 +1,26 @@
+"""Tasks for environments that draw everything from the seed of their reset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from turnwise.errors import TaskError
+from turnwise.tasks import Task
+
+
+def tasks(n: int = 1000, *, name: str = "train") -> Iterator[Task]:
+    """Yield ``n`` tasks without a prompt; the environment writes the conversation's beginning itself.
+
+    Args:
+        n: How many.
+        name: First part of the ids. Other names give other seeds: ``train`` to train on, ``test`` held out.
+
+    Raises:
+        TaskError: ``n`` is no positive number, or there is no name.
+    """
+    if n < 1 or not name:
+        raise TaskError(
+            f"seeded tasks: n={n!r}, name={name!r}: n must be at least 1, and name a text that is not empty"
+        )
+    for index in range(n):
+        yield Task(f"{name}-{index}", "")

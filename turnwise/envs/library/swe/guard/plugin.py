@@ -1,0 +1,384 @@
+"""A plugin of pytest that reports what became of each test, past the log that tests can write to."""
+
+import builtins
+import contextlib
+import functools
+import hashlib
+import hmac
+import importlib
+import json
+import os
+import socket
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+
+_WATCHED = ("_pytest", "pytest", "pluggy", "unittest", "ast")
+_HOOKS = (
+    "pytest_pyfunc_call",
+    "pytest_runtest_protocol",
+    "pytest_runtest_setup",
+    "pytest_runtest_call",
+    "pytest_runtest_makereport",
+    "pytest_runtest_logreport",
+)
+_SUSPECT = {
+    "sys.settrace": "settrace",
+    "sys.setprofile": "setprofile",
+    "gc.get_objects": "get_objects",
+    "gc.get_referrers": "get_referrers",
+    "gc.get_referents": "get_referents",
+    "sys._getframe": "_getframe",
+}
+_FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
+"""What no solution does without need, as the interpreter tells of it, by the word with which it is written."""
+_BETWEEN = ("ctypes", "threading", "bdb", "pdb", "inspect")
+"""Modules that do such things for others."""
+
+
+def _functions() -> Any:
+    """Return what may not change: functions and classes of the watched modules, and the functions' code."""
+    found: Any = {}
+    for name, module in list(sys.modules.items()):
+        if module is None or name.split(".")[0] not in _WATCHED:
+            continue
+        found[name, "", ""] = (module, None)
+        for key, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType):
+                found[name, "", key] = (value, value.__code__)
+            elif isinstance(value, type) and str(value.__module__).split(".")[0] in _WATCHED:
+                found[name, "", key] = (value, None)
+                for part, inner in list(vars(value).items()):
+                    plain = getattr(inner, "__func__", inner)
+                    if isinstance(plain, types.FunctionType):
+                        found[name, key, part] = (inner, plain.__code__)
+    return found
+
+
+def _held(name: str, owner: str, key: str) -> Any:
+    module = sys.modules.get(name)
+    if not key:
+        return module
+    place = vars(module) if module is not None else {}
+    if owner:
+        place = vars(place[owner]) if isinstance(place.get(owner), type) else {}
+    return place.get(key)
+
+
+def _keeper(path: str) -> Any:
+    """Start the process that keeps the report and alone learns the key; return the connection to it."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child:
+        theirs.close()
+        os.waitpid(child, 0)
+        return ours
+    try:
+        # Nobody's child and of no group that tests may end.
+        os.setsid()
+        if not os.fork():
+            ours.close()
+            _keep(path, theirs)
+    finally:
+        os._exit(0)
+
+
+def _keep(path: str, connection: Any) -> None:
+    """Read and remove what the judge left for this run, take what is told, and write the report when the end is."""
+    with open(path, encoding="utf-8") as file:
+        settings = json.load(file)
+    os.unlink(path)
+    with contextlib.suppress(ImportError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: its memory is not to be looked into
+    key, word = bytes.fromhex(settings.pop("key")), os.urandom(16).hex()
+    connection.sendall(json.dumps(dict(settings, word=word)).encode() + b"\n")
+    statuses: Any = {}
+    wrong: Any = []
+    with connection.makefile("rb") as told:
+        for line in told:
+            said, _, message = line.decode("utf-8", "replace").partition(" ")
+            kind, name, value = json.loads(message) if said == word else ("wrong", "a message of another", None)
+            if kind == "wrong" and name not in wrong:
+                wrong.append(name)
+            elif kind == "status" and statuses.get(name) not in ("FAILED", "ERROR"):
+                statuses[name] = value
+            elif kind == "end":
+                text = json.dumps({"tests": statuses, "wrong": wrong[:20], "exit": value})
+                code = hmac.new(key, text.encode(), digestmod=hashlib.sha256).hexdigest()
+                with open(settings["report"], "w", encoding="utf-8") as file:
+                    json.dump({"text": text, "code": code}, file)
+                connection.sendall(b"kept")
+                return
+
+
+class _Guard:
+    """Tells what it saw of each test; made once, before the repository is imported."""
+
+    def __init__(self, keeper: Any) -> None:
+        with keeper.makefile("rb") as said:
+            settings = json.loads(said.readline().decode())
+        self._keeper = keeper
+        self._word = settings["word"].encode()
+        self._files = settings["files"]
+        self._changed = {os.path.realpath(path): words for path, words in settings["changed"].items()}
+        self._functions: Any = {}
+        self._builtins: Any = {}
+        self._own: Any = set()
+        self._hooks: Any = {}
+        self._seen: Any = {}
+        self._pid = os.getpid()
+        self._looking: Any = set()
+        self._distributed = False
+        self._codes: Any = {}
+        self._may_fail: Any = set()
+
+    def _tell(self, kind: str, name: str, value: Any = None) -> None:
+        if os.getpid() == self._pid:
+            self._keeper.sendall(self._word + b" " + json.dumps([kind, name, value]).encode() + b"\n")
+
+    def _complain(self, what: str) -> None:
+        self._tell("wrong", what)
+
+    def audit(self, event: str, given: Any) -> None:
+        """Look at what the interpreter tells of: whether a solution does what only a search or a trace needs."""
+        word = _SUSPECT.get(event)
+        if word is None and event.startswith("ctypes."):
+            word = "ctypes"
+        elif event == "open" and isinstance(given[0], str) and given[0].startswith("/proc/"):
+            word = "/mem" if given[0].endswith("/mem") else None
+        elif event == "object.__getattr__" and given[1] in _FRAMES:
+            word = given[1]
+        thread = threading.get_ident()
+        if word is None or thread in self._looking:
+            return
+        self._looking.add(thread)
+        try:
+            path = _asking(sys._getframe(1))
+            if path in self._changed and word not in self._changed[path]:
+                self._complain("used by the solution: " + word)
+        finally:
+            self._looking.discard(thread)
+
+    def _look(self, everything: bool) -> None:
+        for (name, owner, key), (value, code) in self._functions.items():
+            held = _held(name, owner, key)
+            plain = getattr(held, "__func__", held)
+            if id(held) in self._own:
+                continue
+            if held is not value or (code is not None and plain.__code__ is not code):
+                self._complain("replaced: " + ".".join(part for part in (name, owner, key) if part))
+        for impls in self._hooks.values():
+            for impl, function in impls:
+                if impl.function is not function:
+                    self._complain("replaced: a hook of pytest")
+        if everything:
+            for name, value in self._builtins.items():
+                if name != "_" and vars(builtins).get(name, self) is not value:
+                    self._complain("replaced: builtins." + name)
+            for path, digest in self._files.items():
+                if _digest(path) != digest:
+                    self._complain("changed: " + path)
+
+    def watch(self) -> None:
+        """Take what is there as what has to stay."""
+        comparisons = importlib.import_module(__name__.replace("guard_", "comparisons_"))
+        self._functions = _functions()
+        self._builtins = dict(vars(builtins))
+        for path, words in self._changed.items():
+            if "__eq__" not in words and comparisons.equal_to_all(_text(path)):
+                self._complain("equal to everything: a class of " + os.path.basename(path))
+        # One part of pytest replaces methods of others while it starts.
+        self._own = {id(value) for (name, _, _), (value, _) in self._functions.items() if name == "_pytest.legacypath"}
+
+    def _impls(self, config: Any, name: str) -> Any:
+        caller = getattr(config.hook, name)
+        return [(impl, impl.function) for impl in caller.get_hookimpls()] if hasattr(caller, "get_hookimpls") else []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: Any) -> None:
+        self._distributed = session.config.pluginmanager.hasplugin("dsession")
+        self._hooks = {name: self._impls(session.config, name) for name in _HOOKS}
+
+    def pytest_collectreport(self, report: Any) -> None:
+        self._look(everything=True)
+        if report.failed:
+            self._tell("status", report.nodeid, "ERROR")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_itemcollected(self, item: Any) -> None:
+        self._codes[item.nodeid] = list(_code_of(getattr(item, "function", None)))
+        # Whoever is imported by a file of tests can write to its names.
+        injected = hasattr(getattr(item, "module", None), "pytestmark") and "pytestmark" not in _text(_file_of(item))
+        if _marked(item) and not injected:
+            self._may_fail.add(item.nodeid)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: Any) -> None:
+        late = [item.nodeid for item in session.items if item.nodeid not in self._may_fail and _marked(item)]
+        plugins = session.config.pluginmanager.get_plugins() if late else ()
+        files = [str(getattr(plugin, "__file__", None) or "") for plugin in plugins]
+        if any("xfail" in _text(path) for path in files if os.path.basename(path) == "conftest.py"):
+            self._may_fail.update(late)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        if call.excinfo is None or item.nodeid in self._may_fail:
+            return
+        if isinstance(call.excinfo.value, pytest.xfail.Exception):
+            said = _is_of_tests(_raised_in(call.excinfo.tb))
+        else:
+            said = _marks_itself(item)
+        if said:
+            self._may_fail.add(item.nodeid)
+
+    @pytest.hookimpl(tryfirst=True, hookwrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Any:
+        self._look(everything=False)
+        for function, code in self._codes.get(item.nodeid, ()):
+            if function.__code__ is not code:
+                self._complain("replaced: the code of " + item.nodeid)
+        if "runtest" in vars(item):
+            self._complain("replaced: runtest of " + item.nodeid)
+        known = {id(impl) for impl, _ in self._hooks["pytest_pyfunc_call"]}
+        for impl, _ in self._impls(item.config, "pytest_pyfunc_call"):
+            if id(impl) not in known and not str(getattr(impl.plugin, "__file__", "")).endswith("conftest.py"):
+                self._complain("added: a hook of pytest")
+        outcome = yield
+        self._look(everything=False)
+        self._seen[item.nodeid] = outcome.excinfo is None and not getattr(item, "_excinfo", None)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        status = None
+        if report.failed:
+            status = "FAILED" if report.when == "call" else "ERROR"
+        elif report.skipped:
+            expected = self._distributed or report.nodeid in self._may_fail
+            status = ("XFAIL" if expected else "FAILED") if hasattr(report, "wasxfail") else "SKIPPED"
+        elif report.when == "call" and not hasattr(report, "wasxfail"):
+            seen = self._distributed or self._seen.get(report.nodeid, False)
+            status = "PASSED" if seen else "FAILED"
+        if status is not None:
+            self._tell("status", report.nodeid, status)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: Any) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._look(everything=True)
+        self._tell("end", "", int(exitstatus))
+        with contextlib.suppress(OSError):
+            self._keeper.shutdown(socket.SHUT_WR)
+            self._keeper.recv(4)
+
+
+@functools.lru_cache(maxsize=4096)
+def _real(path: str) -> str:
+    return str(os.path.realpath(path))
+
+
+def _asking(frame: Any) -> str:
+    """Return the file of the code that asks for something, be it through others or by code that it made."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        name = str(frame.f_globals.get("__name__")).split(".")[0]
+        if not path.startswith("<") and name not in _BETWEEN:
+            return _real(path)
+        frame = frame.f_back
+    return ""
+
+
+def _code_of(function: Any) -> Any:
+    """Yield a function and those that it wraps, each with its code."""
+    seen: Any = set()
+    while isinstance(function, types.FunctionType) and id(function) not in seen:
+        seen.add(id(function))
+        yield function, function.__code__
+        function = vars(function).get("__wrapped__")
+
+
+def _marked(item: Any) -> bool:
+    """Whether a test is marked as one that fails."""
+    if any(True for _ in item.iter_markers("xfail")):
+        return True
+    owners = getattr(getattr(item, "cls", None), "__mro__", ())
+    places = [getattr(item, "function", None), *(each for each in owners if each.__module__ != "unittest.case")]
+    return any("__unittest_expecting_failure__" in getattr(place, "__dict__", ()) for place in places)
+
+
+def _marks_itself(item: Any) -> bool:
+    """Whether a test, or a fixture of it, puts marks on it while it runs."""
+    named = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    functions = [getattr(item, "function", None), *(each.func for several in named.values() for each in several)]
+    names = {name for function in functions for _, code in _code_of(function) for name in code.co_names}
+    return bool(names & {"applymarker", "add_marker"})
+
+
+def _raised_in(trace: Any) -> str:
+    """Return the file of the code that called pytest."""
+    inside, found = os.path.dirname(sys.modules["_pytest"].__file__ or ""), ""
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        found, trace = (found if path.startswith(inside) else path), trace.tb_next
+    return found
+
+
+def _is_of_tests(path: str) -> bool:
+    """Whether a file is one that no solution brings along: those are put back before the tests run."""
+    parts = os.path.relpath(path).lower().split(os.sep)
+    name = parts[-1]
+    if name.startswith("test_") or name.endswith("_test.py") or name in ("conftest.py", "tests.py"):
+        return True
+    return any(part in ("test", "tests", "testing") for part in parts)
+
+
+def _file_of(item: Any) -> str:
+    return str(getattr(getattr(item, "module", None), "__file__", None) or "")
+
+
+@functools.lru_cache(maxsize=256)
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _begin() -> Any:
+    path = os.environ.pop("TURNWISE_REPORT", "")
+    return _Guard(_keeper(path)) if os.path.exists(path) else None
+
+
+# Now: what is imported later does not find the key.
+_GUARD = _begin()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Begin to watch, after installed plugins were loaded, some of which change pytest, and before any conftest.py."""
+    if _GUARD is not None:
+        _GUARD.watch()
+        if "addaudithook" in vars(sys):  # new in Python 3.8
+            sys.addaudithook(_GUARD.audit)
+
+
+def pytest_configure(config: Any) -> None:
+    """Begin to report; a process that the judge did not start has nothing to report."""
+    if _GUARD is not None:
+        config.pluginmanager.register(_GUARD, "turnwise-guard")
+        # Not to be found by its name.
+        sys.modules.pop(__name__, None)

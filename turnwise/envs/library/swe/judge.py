@@ -1,0 +1,364 @@
+"""How a solution is judged: in a clean copy of the repository, in a sandbox that its author never touched.
+
+A solution runs in the same process as its tests. What pytest reports comes from a plugin (``guard/``), by a process of
+its own, with a message code that is keyed for this run, so a log that looks right, a process that ends early and a
+pytest that was changed pass nothing. Other frameworks are read from their logs, between marks that are new for every
+run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import shlex
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from typing import Any, Final, Literal, TypeAlias
+
+from turnwise.envs.library.swe.logs import Statuses, TestStatus, parser_of
+from turnwise.envs.library.swe.paths import SETTINGS, is_protected, settings_differ, shadows, touched
+from turnwise.envs.library.swe.rows import Instance
+from turnwise.envs.library.swe.workspace import GIT, Place, git, prepare
+from turnwise.errors import EnvError, SandboxFileError, SandboxFileNotFound
+from turnwise.sandboxes.core import ExecResult, Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a solution.
+
+    Attributes:
+        resolved: Whether every test that must pass does.
+        reason: Why not, in a few words; "" where it is resolved.
+        fail_to_pass: The status of each test that failed at first; ``ERROR`` where none was reported.
+        pass_to_pass: The same of those that passed at first.
+        dropped: Files that the solution changed and that were put back, since they decide how tests run.
+        log: The end of what the run wrote.
+        seconds: What applying the solution and running the tests took.
+    """
+
+    resolved: bool
+    reason: str = ""
+    fail_to_pass: Mapping[str, TestStatus] = field(default_factory=dict)
+    pass_to_pass: Mapping[str, TestStatus] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    log: str = ""
+    seconds: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """Share of the tests that failed at first and pass now."""
+        return _share(self.fail_to_pass)
+
+    @property
+    def kept(self) -> float:
+        """Share of the tests that passed at first and still do."""
+        return _share(self.pass_to_pass)
+
+    @property
+    def partial(self) -> float:
+        """Partial credit: the share of fixed tests, 0 where one that passed at first does not any more."""
+        return self.fixed if self.kept == 1.0 else 0.0
+
+    def tests(self) -> dict[str, dict[str, str]]:
+        """Return the status of every test as JSON values."""
+        return {
+            "FAIL_TO_PASS": {name: str(status) for name, status in self.fail_to_pass.items()},
+            "PASS_TO_PASS": {name: str(status) for name, status in self.pass_to_pass.items()},
+        }
+
+
+def _share(tests: Mapping[str, TestStatus]) -> float:
+    return sum(status.good for status in tests.values()) / len(tests) if tests else 1.0
+
+
+def decide(
+    instance: Instance, statuses: Statuses, *, dropped: Sequence[str] = (), log: str = "", reason: str = ""
+) -> Verdict:
+    """Hold the statuses of a run against what a row expects.
+
+    Args:
+        instance: The row.
+        statuses: What the run reported, by test.
+        dropped: Files that were put back.
+        log: The end of its output.
+        reason: What went wrong with the run as a whole: then nothing that it reported counts. "": nothing did.
+    """
+    if reason:
+        statuses = {}
+    if instance.expected:
+        return _as_expected(instance, statuses, dropped, log, reason)
+    by_name: Statuses = {}
+    for name, status in statuses.items():
+        # Published names end at the first blank, since they were read from logs.
+        by_name[name.split()[0] if "::" in name else name] = status
+    by_name.update(statuses)
+    found = [
+        {name: by_name.get(name, TestStatus.ERROR) for name in names}
+        for names in (instance.fail_to_pass, instance.pass_to_pass)
+    ]
+    bad = [[name for name, status in each.items() if not status.good] for each in found]
+    if not reason and bad[0]:
+        reason = f"{len(bad[0])} of {len(found[0])} tests still fail: {bad[0][0]}"
+    elif not reason and bad[1]:
+        reason = f"{len(bad[1])} of {len(found[1])} tests that passed do not any more: {bad[1][0]}"
+    return Verdict(not reason, reason, found[0], found[1], tuple(dropped), log)
+
+
+def _as_expected(instance: Instance, statuses: Statuses, dropped: Sequence[str], log: str, reason: str) -> Verdict:
+    """Hold a run against the status of every test: rows of R2E-Gym name tests without their files."""
+    run = {_r2e_name(name): status for name, status in statuses.items()}
+    found = {}
+    for name, wanted in instance.expected.items():
+        status = run.get(_r2e_name(name), TestStatus.ERROR)
+        found[name] = TestStatus.PASSED if str(status) == wanted else TestStatus.FAILED
+    bad = [name for name, status in found.items() if not status.good]
+    if not reason and bad:
+        reason = f"{len(bad)} of {len(found)} tests end otherwise than they should: {bad[0]}"
+    return Verdict(not reason, reason, found, {}, tuple(dropped), log)
+
+
+def _r2e_name(name: str) -> str:
+    name = name.split(" - ")[0]
+    return ".".join(name.split("::")[1:]) if "::" in name else name
+
+
+Channel: TypeAlias = Literal["auto", "report", "log"]
+"""Where results are read: the plugin's report (pytest only), or the log."""
+
+MOST_LOG: Final = 8 * 2**20
+_TAIL: Final = 4_000
+_MOST_FILES: Final = 200
+_WORDS: Final = (
+    *("settrace", "setprofile", "get_objects", "get_referrers", "get_referents"),
+    *("ctypes", "/mem", "__eq__", "_getframe", "tb_frame", "gi_frame", "cr_frame", "ag_frame"),
+)
+"""What cheats are written with, and honest files now and then: not held against those that had it, or need it."""
+
+
+class Judge:
+    """Judges solutions of one row.
+
+    Args:
+        instance: The row.
+        timeout: Seconds that the tests may take.
+        channel: Where results are read; ``auto`` is the report where the tests are pytest's.
+    """
+
+    def __init__(self, instance: Instance, *, timeout: float = 600.0, channel: Channel = "auto") -> None:
+        self.instance = instance
+        self.timeout = timeout
+        self.reports = instance.framework == "pytest" if channel == "auto" else channel == "report"
+
+    async def judge(self, box: Sandbox, patch: bytes, *, reverse: bool = False) -> Verdict:
+        """Return what the tests say of a patch; an empty one is the repository as it is.
+
+        Args:
+            box: A sandbox that was started for this and holds the row's repository.
+            patch: A diff in git's form.
+            reverse: Whether it is taken back instead of applied.
+
+        Raises:
+            EnvError: The row itself is broken: its tests cannot be brought in, or its repository is none.
+            SandboxError: The sandbox failed.
+        """
+        began = time.monotonic()
+        place = await prepare(box, self.instance)
+        if patch.strip():
+            said = await self._apply(box, place, patch, reverse)
+            if said is not None:
+                return decide(self.instance, {}, reason=f"the patch does not apply: {said}")
+        try:
+            dropped = await self._put_back(box, place)
+            await self._add_tests(box, place)
+        except EnvError as error:
+            if not await self._at_fault(box, place, patch):
+                raise
+            return decide(self.instance, {}, reason=f"the patch is in the way of the tests: {error}")
+        verdict = await self._run(box, place, dropped)
+        return replace(verdict, seconds=time.monotonic() - began)
+
+    async def _apply(self, box: Sandbox, place: Place, patch: bytes, reverse: bool) -> str | None:
+        """Apply a patch, and return None, or what git says where it does not apply."""
+        path = f"{place.temporary}/{secrets.token_hex(8)}.diff"
+        await box.write_file(path, patch if patch.endswith(b"\n") else patch + b"\n")
+        how = ["--reverse"] if reverse else []
+        # Files that were copied in have other times than the index says.
+        await git(box, "update-index", "-q", "--refresh")
+        done = first = await git(box, "apply", "--index", "--binary", "--whitespace=nowarn", *how, path)
+        if not done.ok:
+            # Predictions that were written by hand have wrong line numbers; patch(1) looks for the place. It works in a
+            # copy, since it would write to .git, too, and to what the repository ignores.
+            copy, flags = f"{path}.copy", "-p1 --batch --fuzz=5 --forward --silent" + (" -R" if reverse else "")
+            command = (
+                f"export GIT_INDEX_FILE={path}.index; {GIT} read-tree HEAD && "
+                f"{GIT} checkout-index --all --prefix={copy}/ && (cd {copy} && patch {flags} -i {path}) && "
+                f"{GIT} --work-tree={copy} add --all --force . && "
+                f"{GIT} diff --cached --binary --full-index --no-renames HEAD > {path}.made && unset GIT_INDEX_FILE && "
+                f"{GIT} apply --index --binary --whitespace=nowarn {path}.made"
+            )
+            done = await box.exec(command, timeout=120.0)
+        return None if done.ok else first.text.strip()[-300:]
+
+    async def _put_back(self, box: Sandbox, place: Place) -> tuple[str, ...]:
+        """Put back what decides how tests run, and return which files those were."""
+        changed = await self._changed(box)
+        base = {name for name, (status, _) in changed.items() if status != "A"}
+        links = {name for name, (_, mode) in changed.items() if mode in ("120000", "160000")}
+        allowed = touched(self.instance.patch) - touched(self.instance.test_patch)
+        extra = (*self.instance.protected, *touched(self.instance.test_patch))
+        wrong = {name for name in changed if is_protected(name, allowed=allowed, extra=extra)}
+        new = {name: shadows(name) for name in changed if name not in base and name not in allowed}
+        tops = [top for top in set(new.values()) if top and not (await git(box, "cat-file", "-e", f"HEAD:{top}")).ok]
+        wrong |= {name for name, top in new.items() if top in tops} | links
+        for name in set(changed) - wrong - allowed:
+            if name.rpartition("/")[2] in SETTINGS and await self._other_settings(box, place, name):
+                wrong.add(name)
+        await self._of_files(box, "rm --quiet -r -f", wrong - base)
+        # Attributes first: they say how the others are written.
+        attributes = {name for name in wrong & base if name.endswith(".gitattributes")}
+        await self._of_files(box, "checkout --quiet HEAD", attributes)
+        await self._of_files(box, "checkout --quiet HEAD", (wrong & base) - attributes)
+        return tuple(sorted(name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in wrong))
+
+    async def _of_files(self, box: Sandbox, command: str, names: Collection[str]) -> None:
+        """Run git for files: more of them than a command line takes, and with any name."""
+        if names:
+            given = "\0".join(sorted(names)).encode("utf-8", "surrogateescape")
+            done = await box.exec(f"xargs -0 -n 500 {GIT} {command} --", timeout=120.0, stdin=given)
+            await self._must(done, "putting files back")
+
+    async def _at_fault(self, box: Sandbox, place: Place, patch: bytes) -> bool:
+        """Whether the row's tests come in where a patch was not applied, so that the row is well."""
+        if not patch.strip():
+            return False
+        await git(box, "reset", "--quiet", "--hard", "HEAD")
+        try:
+            await self._add_tests(box, place)
+        except EnvError:
+            return False
+        return True
+
+    async def _changed(self, box: Sandbox) -> dict[str, tuple[str, str]]:
+        """Return what a patch changed, by file: the letter of its status, and its new mode."""
+        done = await git(box, "diff", "--cached", "--raw", "-z", "--no-renames", "HEAD", max_output=MOST_LOG)
+        await self._must(done, "listing what the patch changed")
+        parts = done.stdout.decode("utf-8", "surrogateescape").split("\0")
+        found = {}
+        for facts, name in zip(parts[::2], parts[1::2], strict=False):
+            _, mode, _, _, status = facts.split()
+            found[name] = (status[:1], mode)
+        return found
+
+    async def _other_settings(self, box: Sandbox, place: Place, name: str) -> bool:
+        if not name.isprintable():
+            return True
+        done = await git(box, "show", f"HEAD:{name}", max_output=MOST_LOG)
+        try:
+            after: bytes | None = await box.read_file(f"{place.workdir}/{name}")
+        except SandboxFileError:
+            after = None
+        return settings_differ(name.rpartition("/")[2], done.stdout if done.ok else None, after)
+
+    async def _add_tests(self, box: Sandbox, place: Place) -> None:
+        instance = self.instance
+        if instance.tests_commit:
+            names = sorted({name.partition("::")[0] for name in (*instance.fail_to_pass, *instance.pass_to_pass)})
+            done = await git(box, "checkout", "--quiet", instance.tests_commit, "--", *names)
+            await self._must(done, f"the tests of {instance.name}")
+        if instance.test_patch and not instance.applies_tests:
+            path = f"{place.temporary}/{secrets.token_hex(8)}.diff"
+            await box.write_file(path, (instance.test_patch.rstrip("\n") + "\n").encode())
+            done = await git(box, "apply", "--binary", "--whitespace=nowarn", path)
+            await self._must(done, f"test_patch of {instance.name}")
+
+    async def _run(self, box: Sandbox, place: Place, dropped: tuple[str, ...]) -> Verdict:
+        instance = self.instance
+        nonce, key = secrets.token_hex(16), secrets.token_bytes(32)
+        folder = f"{place.temporary}/turnwise-{secrets.token_hex(8)}"
+        env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+        if self.reports:
+            env |= await self._guard(box, place, folder, nonce, key)
+        script = _script(instance, place.workdir, nonce)
+        await box.write_file(f"{folder}/run.sh", script.encode())
+        done = await box.exec(
+            ["bash", f"{folder}/run.sh"], timeout=self.timeout, env={**instance.env, **env}, max_output=MOST_LOG
+        )
+        log = (done.stdout + done.stderr).decode("utf-8", "replace")
+        between = log.partition(f"begin {nonce}\n")[2].partition(f"end {nonce}")[0]
+        statuses, reason = parser_of(instance.framework)(between), ""
+        if done.timed_out:
+            reason = f"the tests took longer than {self.timeout:g} s"
+        elif self.reports:
+            statuses, reason = await self._report(box, folder, key)
+        elif f"end {nonce}" not in log:
+            reason = "the tests' script did not come to its end"
+        return decide(instance, statuses, dropped=dropped, log=between[-_TAIL:] or log[-_TAIL:], reason=reason)
+
+    async def _guard(self, box: Sandbox, place: Place, folder: str, nonce: str, key: bytes) -> dict[str, str]:
+        """Put the plugin where the tests run, and return the variables that load it."""
+        # Nothing in the repository can have these names.
+        module = f"guard_{nonce}"
+        for name, source in ((module, "plugin.py"), (f"comparisons_{nonce}", "comparisons.py")):
+            text = (resources.files("turnwise.envs.library.swe") / "guard" / source).read_bytes()
+            await box.write_file(f"{folder}/{name}.py", text)
+        files = {}
+        for path in sorted(touched(self.instance.test_patch) | set(self.instance.files)):
+            where = f"{place.workdir}/{path}"
+            try:
+                files[where] = hashlib.sha256(await box.read_file(where)).hexdigest()
+            except SandboxFileError:
+                continue  # what a test patch removes
+        settings = {"key": key.hex(), "report": f"{folder}/report.json", "files": files}
+        settings["changed"] = await self._words(box, place)
+        await box.write_file(f"{folder}/settings.json", json.dumps(settings).encode(), mode=0o600)
+        before = self.instance.env.get("PYTHONPATH") or box.spec.env.get("PYTHONPATH")
+        return {
+            "PYTEST_ADDOPTS": f"-p {module}",
+            "PYTHONPATH": f"{folder}:{before}" if before else folder,
+            "TURNWISE_REPORT": f"{folder}/settings.json",
+        }
+
+    async def _words(self, box: Sandbox, place: Place) -> dict[str, list[str]]:
+        """Return the Python files of the solution, each with the suspicious words that are in its place there."""
+        tests = touched(self.instance.test_patch) | set(self.instance.files)
+        names = [name for name in await self._changed(box) if name.endswith(".py") and name not in tests]
+        found = {}
+        for name in names[:_MOST_FILES]:
+            before = (await git(box, "show", f"HEAD:{name}", max_output=MOST_LOG)).text
+            found[f"{place.workdir}/{name}"] = [
+                word for word in _WORDS if word in before or word in self.instance.patch
+            ]
+        return found
+
+    async def _report(self, box: Sandbox, folder: str, key: bytes) -> tuple[Statuses, str]:
+        try:
+            sealed: Any = json.loads(await box.read_file(f"{folder}/report.json"))
+            text, code = sealed["text"], sealed["code"]
+            if not hmac.compare_digest(hmac.new(key, text.encode(), hashlib.sha256).hexdigest(), code):
+                return {}, "the report of the tests was forged"
+            report = json.loads(text)
+        except SandboxFileNotFound:
+            return {}, "the tests ended without a report"
+        except (SandboxFileError, ValueError, KeyError, TypeError, AttributeError):
+            return {}, "the report of the tests cannot be read"
+        statuses = {name: TestStatus(status) for name, status in report["tests"].items()}
+        return statuses, f"the run was tampered with: {report['wrong'][0]}" if report["wrong"] else ""
+
+    async def _must(self, done: ExecResult, what: str) -> None:
+        if not done.ok:
+            raise EnvError(f"{self.instance.name}: {what}: {done.text.strip()[-800:] or f'exit {done.exit_code}'}")
+
+
+def _script(instance: Instance, workdir: str, nonce: str) -> str:
+    if instance.script:
+        body = [instance.script]
+    else:
+        body = [*instance.before, " ".join([instance.command, *map(shlex.quote, instance.files)])]
+    return "\n".join(
+        ["exec 2>&1", f"cd {shlex.quote(workdir)}", f"echo begin {nonce}", "(", *body, ")", f"echo end {nonce}", ""]
+    )

@@ -1,0 +1,237 @@
+"""Logs of test runners, read into one status per test."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any, Final, TypeAlias
+
+from turnwise.errors import ConfigError
+
+
+class TestStatus(StrEnum):
+    """What became of one test."""
+
+    __test__ = False
+
+    PASSED = "PASSED"
+    XFAIL = "XFAIL"
+    SKIPPED = "SKIPPED"
+    FAILED = "FAILED"
+    ERROR = "ERROR"
+
+    @property
+    def good(self) -> bool:
+        """Whether it counts as passed: it passed, or failed as it was expected to."""
+        return self in (TestStatus.PASSED, TestStatus.XFAIL)
+
+
+Statuses: TypeAlias = dict[str, TestStatus]
+Parser: TypeAlias = Callable[[str], Statuses]
+
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f]")
+_WORDS: Final = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
+_STATUS_FIRST: Final = re.compile(rf"({_WORDS})\s+(\S+)")
+_TEST_FIRST: Final = re.compile(rf"(\S+::\S.*?)\s+({_WORDS})(?:\s+\(.*?\))?(?:\s+\[\s*\d+%\])?\s*$")
+_SUMMARY: Final = re.compile(r"=+ short test summary info =+\s*$")
+_ORDER: Final = list(TestStatus)
+
+
+def _lines(log: str) -> Iterator[str]:
+    for line in log.replace("\r\n", "\n").split("\n"):
+        yield _ESCAPES.sub("", line)
+
+
+def _worst(found: Statuses, name: str, status: TestStatus) -> None:
+    """Note a status; of several runs of one name the worst counts."""
+    held = found.get(name)
+    if held is None or _ORDER.index(status) > _ORDER.index(held):
+        found[name] = status
+
+
+def pytest_log(log: str) -> Statuses:
+    """Read a log of pytest, ``-rA`` or ``-v``; of ``tox`` and seaborn's runs of it, too.
+
+    Where the log ends with a summary that lists passed tests, nothing else of it counts: what tests print cannot pose
+    as a result.
+    """
+    lines = list(_lines(log))
+    starts = [number for number, line in enumerate(lines) if _SUMMARY.match(line)]
+    summary: Statuses = {}
+    for line in lines[starts[-1] + 1 :] if starts else ():
+        _pytest_line(line, summary)
+    if TestStatus.PASSED in summary.values():
+        return summary
+    found: Statuses = {}
+    for line in lines:
+        _pytest_line(line, found)
+        by_name = _TEST_FIRST.match(line)
+        if by_name is not None:
+            found[by_name[1].split()[0]] = TestStatus(by_name[2])
+    return found
+
+
+def _pytest_line(line: str, found: Statuses) -> None:
+    match = _STATUS_FIRST.match(line)
+    # "SKIPPED [2] tests/test_a.py:7: reason" counts places, it names no test.
+    if match is not None and not re.match(r"\[\d+\]", match[2]):
+        found[match[2]] = TestStatus(match[1])
+
+
+_UNITTEST_ENDS: Final = {
+    "ok": TestStatus.PASSED,
+    "OK": TestStatus.PASSED,
+    "FAIL": TestStatus.FAILED,
+    "ERROR": TestStatus.ERROR,
+    "expected failure": TestStatus.XFAIL,
+    "unexpected success": TestStatus.FAILED,
+}
+_TEST_ID: Final = re.compile(r"\w+ \([\w.<>]+\)$")
+
+
+def unittest_log(log: str) -> Statuses:
+    """Read a verbose log of unittest, Django's runner or nose.
+
+    A test with a docstring has two lines, ``test_a (pkg.Case)`` and ``What it says ... ok``; both are noted. What a
+    test prints stands between its name and its status: the status then begins a line of its own.
+    """
+    found: Statuses = {}
+    name, before = "", ""
+    for line in _lines(log):
+        text = line.strip()
+        head = re.match(r"(FAIL|ERROR): (.+)$", text)
+        if head is not None:
+            found[head[2]] = TestStatus.FAILED if head[1] == "FAIL" else TestStatus.ERROR
+            continue
+        left, dots, right = text.rpartition(" ... ")
+        status = _ending(right if dots else text)
+        if dots:
+            name = left
+        if status is not None and (dots or text in _UNITTEST_ENDS) and name:
+            found[name] = status
+            if dots and _TEST_ID.match(before) and not _TEST_ID.match(name):
+                found[before] = status
+            name = "" if not dots else name
+        before = text
+    return found
+
+
+def _ending(text: str) -> TestStatus | None:
+    text = text.strip()
+    if text.startswith("skipped"):
+        return TestStatus.SKIPPED
+    return _UNITTEST_ENDS.get(text)
+
+
+def sympy_log(log: str) -> Statuses:
+    """Read a log of sympy's own runner, ``bin/test -C --verbose``."""
+    found: Statuses = {}
+    ends = {"ok": TestStatus.PASSED, "F": TestStatus.FAILED, "E": TestStatus.ERROR, "f": TestStatus.XFAIL}
+    for line in _lines(log):
+        text = line.strip()
+        heading = re.match(r"_+ (\S+\.py):(\S+) _+$", text)
+        if heading is not None:
+            found[f"{heading[1]}:{heading[2]}"] = TestStatus.FAILED
+            found[heading[2]] = TestStatus.FAILED
+            continue
+        words = text.split()
+        if len(words) >= 2 and words[0].startswith("test_") and words[-1] in ends:
+            found[words[0]] = ends[words[-1]]
+        elif len(words) >= 2 and words[0].startswith("test_") and words[1] == "Skipped":
+            found[words[0]] = TestStatus.SKIPPED
+    return found
+
+
+_MARKS: Final = {
+    **dict.fromkeys("✓✔√", TestStatus.PASSED),
+    **dict.fromkeys("✕✗✖×", TestStatus.FAILED),
+    **dict.fromkeys("○↓-", TestStatus.SKIPPED),
+}
+_TIME: Final = re.compile(r"\s+\(?\d+(?:\.\d+)?\s*m?s\)?$")
+
+
+def jest_log(log: str) -> Statuses:
+    """Read a verbose log of Jest, Vitest or Mocha: a mark, and the test's name."""
+    found: Statuses = {}
+    for line in _lines(log):
+        text = line.strip()
+        failed = re.match(r"\d+\) (.+)$", text)
+        if failed is not None and line.startswith("  "):
+            _worst(found, _TIME.sub("", failed[1]), TestStatus.FAILED)
+        elif text[:1] in _MARKS and text[1:2] == " " and line[:1] == " ":
+            name = re.sub(r"^skipped\s+", "", text[2:].strip()) if text[0] == "○" else text[2:].strip()
+            _worst(found, _TIME.sub("", name), _MARKS[text[0]])
+    return found
+
+
+_GO: Final = {
+    "PASS": TestStatus.PASSED,
+    "FAIL": TestStatus.FAILED,
+    "SKIP": TestStatus.SKIPPED,
+}
+
+
+def go_log(log: str) -> Statuses:
+    """Read a log of ``go test -v`` or ``go test -json``; sub-tests are ``TestA/case``."""
+    found: Statuses = {}
+    for line in _lines(log):
+        text = line.strip()
+        if text.startswith('{"'):
+            event = _event(text)
+            action = str(event.get("Action", "")).upper()
+            if isinstance(event.get("Test"), str) and action in _GO:
+                _worst(found, event["Test"], _GO[action])
+            continue
+        match = re.match(r"--- (PASS|FAIL|SKIP): (.+?) \([\d.]+s\)$", text)
+        if match is not None:
+            _worst(found, match[2], _GO[match[1]])
+    return found
+
+
+def _event(text: str) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def cargo_log(log: str) -> Statuses:
+    """Read a log of ``cargo test``."""
+    found: Statuses = {}
+    ends = {"ok": TestStatus.PASSED, "FAILED": TestStatus.FAILED, "ignored": TestStatus.SKIPPED}
+    for line in _lines(log):
+        match = re.match(r"test (.+?)(?: - should panic)? \.\.\. (ok|FAILED|ignored)\b", line.strip())
+        if match is not None:
+            _worst(found, match[1], ends[match[2]])
+    return found
+
+
+PARSERS: Final[dict[str, Parser]] = {
+    "pytest": pytest_log,
+    "tox": pytest_log,
+    "seaborn": pytest_log,
+    "unittest": unittest_log,
+    "django": unittest_log,
+    "nose": unittest_log,
+    "sympy": sympy_log,
+    "jest": jest_log,
+    "vitest": jest_log,
+    "mocha": jest_log,
+    "go": go_log,
+    "cargo": cargo_log,
+}
+"""Parsers by the name of their framework."""
+
+
+def parser_of(framework: str) -> Parser:
+    """Return the parser of a framework.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if framework not in PARSERS:
+        raise ConfigError(f"framework is {framework!r}: logs are read of {', '.join(PARSERS)}")
+    return PARSERS[framework]

@@ -1,0 +1,158 @@
+"""Which files of a repository a solution may not change."""
+
+from __future__ import annotations
+
+import configparser
+import fnmatch
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Collection
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+_TEST_FOLDERS: Final = frozenset(("tests", "test", "testing", "__tests__", "e2e", "spec", "specs", "__pycache__"))
+_TEST_NAMES: Final = (
+    "test_*.py",
+    "*_test.py",
+    "tests.py",
+    "*_test.go",
+    "*.test.[jt]s",
+    "*.test.[jt]sx",
+    "*.test.[cm][jt]s",
+    "*.spec.[jt]s",
+    "*.spec.[jt]sx",
+    "*.spec.[cm][jt]s",
+    "*.snap",
+)
+_RUNNER_NAMES: Final = (
+    "conftest.py",
+    "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "sitecustomize.*",
+    "usercustomize.*",
+    "*.pth",
+    "*.pyc",
+    "*.pyo",
+    "jest.config.*",
+    "vitest.config.*",
+    ".mocharc.*",
+    "noxfile.py",
+    ".gitattributes",
+)
+_RUNNER_FOLDERS: Final = ("sitecustomize", "usercustomize", "*.egg-info", "*.dist-info", "*.egg", "*.egg-link")
+"""Packages that Python imports by itself, and metadata: plugins of pytest that it names are loaded."""
+SETTINGS: Final = ("setup.cfg", "tox.ini", "pyproject.toml", "package.json")
+"""Files that hold a runner's settings beside others: only the settings may not change."""
+_TEST_PACKAGES: Final = frozenset(
+    (
+        "pytest",
+        "_pytest",
+        "pluggy",
+        "py",
+        "iniconfig",
+        "packaging",
+        "exceptiongroup",
+        "tomli",
+        "toml",
+        "attr",
+        "attrs",
+        "six",
+        "colorama",
+        "pygments",
+        "wcwidth",
+        "atomicwrites",
+        "more_itertools",
+        "importlib_metadata",
+        "importlib_resources",
+        "typing_extensions",
+        "zipp",
+        "pathlib2",
+        "setuptools",
+        "pkg_resources",
+        "coverage",
+        "execnet",
+        "tox",
+        "virtualenv",
+        "mock",
+        "hypothesis",
+        "_hypothesis_pytestplugin",
+        "anyio",
+        "nose",
+        "xdist",
+        "turnwise",
+    )
+)
+
+
+def is_protected(path: str, *, allowed: Collection[str] = (), extra: Collection[str] = ()) -> bool:
+    """Return whether a file decides how tests run or what they say.
+
+    Args:
+        path: Relative to the repository.
+        allowed: Files that the row's own solution changes: those are never protected.
+        extra: Further patterns of the row, such as ``bin/test``.
+    """
+    if path in allowed:
+        return False
+    place = PurePosixPath(path)
+    if any(fnmatch.fnmatch(path, pattern) for pattern in extra):
+        return True
+    parts = [part.lower() for part in place.parts]
+    if any(part in _TEST_FOLDERS or fnmatch.filter([part], pattern) for part in parts for pattern in _RUNNER_FOLDERS):
+        return True
+    return any(fnmatch.fnmatch(place.name.lower(), pattern) for pattern in (*_TEST_NAMES, *_RUNNER_NAMES))
+
+
+def shadows(path: str) -> str:
+    """Return what of a new file would be imported in the place of the standard library's, or of the test runner's.
+
+    ``python -m pytest`` looks in the repository first. It is the module, or the folder, relative to the repository;
+    "" where nothing is.
+    """
+    parts = PurePosixPath(path).parts
+    first = parts[1] if parts[0] in ("src", "lib") and len(parts) > 1 else parts[0]
+    name = first.partition(".")[0] if first.endswith((".py", ".so")) or len(parts) == 1 else first
+    python = len(parts) > 1 or first.endswith((".py", ".so"))
+    known = name in _TEST_PACKAGES or name.startswith("pytest_") or name in sys.stdlib_module_names
+    return "/".join(parts[: parts.index(first) + 1]) if python and known else ""
+
+
+def settings_differ(name: str, before: bytes | None, after: bytes | None) -> bool:
+    """Return whether two versions of a file in :data:`SETTINGS` run tests differently; None is no file.
+
+    A version that cannot be read differs from every other.
+    """
+    return before != after and _settings(name, before) != _settings(name, after)
+
+
+def _settings(name: str, text: bytes | None) -> Any:
+    if text is None:
+        return {}
+    try:
+        if name.endswith(".toml"):
+            tool = tomllib.loads(text.decode()).get("tool")
+            return {} if not isinstance(tool, dict) else {key: tool[key] for key in ("pytest", "tox") if key in tool}
+        if name.endswith(".json"):
+            held = json.loads(text)
+            keys = ("scripts", "jest", "mocha", "vitest")
+            return {key: held[key] for key in keys if key in held} if isinstance(held, dict) else text
+        parser = configparser.RawConfigParser(strict=False)
+        parser.read_string(text.decode())
+    except (ValueError, TypeError, RecursionError, configparser.Error):
+        return text
+    found = re.compile(r"(tool:)?pytest$|nosetests$|unittest$|tox\b|testenv\b")
+    return {section: dict(parser[section]) for section in parser.sections() if found.match(section)}
+
+
+def touched(patch: str) -> frozenset[str]:
+    """Return the files that a diff in git's form changes, adds or removes. For diffs of rows, which are trusted."""
+    found = set()
+    for line in patch.splitlines():
+        match = re.match(r"(?:---|\+\+\+) [ab]/([^\t]+)|rename (?:from|to) (.+)|diff --git a/(.+) b/\3$", line)
+        if match is not None:
+            found.add(next(group for group in match.groups() if group is not None))
+    return frozenset(found)

@@ -1,0 +1,71 @@
+"""The environment of agents that bring their own reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from turnwise.envs.core import ResetResult, Score
+from turnwise.envs.rewards.core import Rubric, as_rubric
+from turnwise.envs.single_turn import SingleTurnEnv
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import EnvError
+from turnwise.tasks import Task
+from turnwise.types import Message
+
+
+class TaskEnv(SingleTurnEnv):
+    """The task's prompt begins the conversation, and that is all: an agent that gives no reward earned none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    async def score(self, final: Message | None) -> Score:  # noqa: ARG002 - nothing is worth anything here
+        """Score nothing."""
+        return {}
+
+
+class TaskToolEnv(ToolEnv):
+    """The task's prompt begins the conversation, its tools are those that were loaded, a function scores the end."""
+
+    def __init__(
+        self, scorer: Callable[..., Any] | Rubric | Mapping[str, Any] | str | None = None, *, system: str | None = None
+    ) -> None:
+        """Take what an answer is worth.
+
+        Args:
+            scorer: As for :class:`~turnwise.envs.single_turn.SingleTurnEnv`. Where only the tools give rewards:
+                ``turnwise.envs.library.task_env:only_tools``.
+            system: A system prompt for tasks that bring none.
+
+        Raises:
+            EnvError: There is no scorer.
+            ConfigError: It cannot be loaded or used.
+        """
+        if scorer is None:
+            raise EnvError(
+                "environment 'tool' does not know what an answer is worth: give config.scorer, a reward function by "
+                "name or as pkg.module:function; where only the tools give rewards, "
+                "'turnwise.envs.library.task_env:only_tools'"
+            )
+        self._rubric = as_rubric(scorer)
+        self._system = system
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
+        """Begin with the task's prompt."""
+        if task is None:
+            raise EnvError("environment 'tool' got no task: its prompt is the conversation")
+        self.task = task
+        messages = task.messages()
+        if self._system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system})
+        return messages, {}
+
+    async def score(self, final: Message | None) -> Score:
+        """Return what the scorer says."""
+        return await self._rubric.score(self, self.task, final)
+
+
+def only_tools() -> dict[str, float]:
+    """Score nothing: the rewards of the tools are all there is."""
+    return {}

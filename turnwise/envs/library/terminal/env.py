@@ -1,0 +1,231 @@
+"""The environment: a terminal, and tests that come in when the agent has ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shlex
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from turnwise.envs.core import ResetResult, Solution
+from turnwise.envs.library.swe.env import TOOLS
+from turnwise.envs.library.swe.logs import Statuses, parser_of
+from turnwise.envs.library.terminal.folder import TaskFolder, read_folder
+from turnwise.envs.results import ScoreParts
+from turnwise.envs.solution import tool_call
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import (
+    ConfigError,
+    EnvError,
+    SandboxFileError,
+    SandboxFileNotFound,
+    TaskError,
+    TurnwiseError,
+    shown,
+)
+from turnwise.sandboxes.core import Sandbox, SandboxSpec
+from turnwise.sandboxes.local import host_python
+from turnwise.tasks import Task
+from turnwise.types import Message
+
+INSTRUCTIONS: Final = (
+    "You work in a terminal. Do what the user asks, with the tools, and check the result: it is judged by tests that "
+    "run when you are done. Call submit then."
+)
+_MOST_LOG: Final = 2**20
+_PREPARE: Final = """
+pwd
+for pair in "tests /tests {own}/tests" "logs /logs/verifier {own}/logs"; do
+  set -- $pair
+  rm -rf "$2" 2>/dev/null && mkdir -p "$2" 2>/dev/null && [ -w "$2" ] || { mkdir -p "$3"; set -- "$1" "$3"; }
+  echo "$2"
+done
+"""
+
+
+class TerminalEnv(ToolEnv):
+    """Asks for something to be done in a terminal.
+
+    When the agent has ended, the task's tests are copied into its sandbox and run there. The score is the reward that
+    they write (``/logs/verifier/reward.txt`` or ``reward.json``), or 1 where all tests of their log pass.
+
+    Attributes:
+        folder: The task.
+        log: The end of what the tests wrote; "" before they ran.
+        tests: The status of each test, where the log tells it.
+    """
+
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    default_tasks: ClassVar[str] = "turnwise.envs.library.terminal:tasks"
+
+    folder: TaskFolder
+    log: str = ""
+    tests: Statuses
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[str] = ("shell", "submit"),
+        instructions: str | None = INSTRUCTIONS,
+        test_timeout: float = 300.0,
+    ) -> None:
+        """Take settings.
+
+        Args:
+            tools: Which of ``shell``, ``editor``, ``apply_patch`` and ``submit`` the model has.
+            instructions: The system prompt; None: none.
+            test_timeout: Seconds that tests may take where a task does not say.
+
+        Raises:
+            ConfigError: A setting is of the wrong kind.
+        """
+        unknown = [tools] if isinstance(tools, str) else [name for name in tools if name not in TOOLS]
+        if unknown:
+            raise ConfigError(f"tools: {unknown[0]!r} is none of {', '.join(TOOLS)}")
+        if isinstance(test_timeout, bool) or not isinstance(test_timeout, (int, float)) or not test_timeout > 0:
+            raise ConfigError(f"test_timeout is {shown(test_timeout)}: it must be a number of seconds above 0")
+        self.names = tuple(tools)
+        self.tools = tuple(TOOLS[name]() for name in tools)
+        self.instructions, self.test_timeout = instructions, float(test_timeout)
+
+    async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
+        """Start a sandbox with the task's files.
+
+        Raises:
+            EnvError: There is no task.
+            TaskError: Its folder cannot be read.
+            SandboxError: The sandbox cannot be had.
+        """
+        self.log, self.tests = "", {}
+        self.folder = _folder_of(task)
+        await self.open_sandbox(_spec(self.folder))
+        opening: list[Message] = []
+        if self.instructions is not None:
+            opening.append({"role": "system", "content": self.instructions})
+        return [*opening, {"role": "user", "content": self.folder.instruction}], {"task": self.folder.name}
+
+    async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - what was done is the answer
+        """What the tests say.
+
+        Raises:
+            SandboxError: The sandbox failed.
+        """
+        box = self.sandbox
+        if box is None:
+            raise EnvError("TerminalEnv.score: the episode has no sandbox any more: call reset() first")
+        try:
+            workdir, tests, logs = await self._bring(box)
+        except SandboxFileNotFound:
+            # The agent removed the folder that it works in.
+            gone = dict.fromkeys(("tests", "tests_passed", "timed_out", "test_seconds"), 0.0)
+            return ScoreParts({"score": 0.0}, gone)
+        timeout = self.folder.test_timeout or self.test_timeout
+        script = f"{tests}/{self.folder.script.rpartition('/')[2]}"
+        env = {"TEST_DIR": tests, "VERIFIER_DIR": logs}
+        command = ["bash", "-c", f"exec 2>&1; cd {shlex.quote(workdir)}; exec bash {shlex.quote(script)}"]
+        done = await box.exec(command, timeout=timeout, env=env, max_output=_MOST_LOG)
+        log = done.stdout.decode("utf-8", "replace")
+        self.log, self.tests = log[-4_000:], parser_of(self.folder.parser)(log)
+        reward = None if done.timed_out else await _reward(box, logs)
+        if reward is None:
+            passed = bool(self.tests) and all(status.good for status in self.tests.values())
+            reward = float(passed and not done.timed_out)
+        good = sum(status.good for status in self.tests.values())
+        metrics = {"tests": float(len(self.tests)), "tests_passed": float(good), "timed_out": float(done.timed_out)}
+        return ScoreParts({"score": min(max(reward, 0.0), 1.0)}, {**metrics, "test_seconds": done.duration})
+
+    async def _bring(self, box: Sandbox) -> tuple[str, str, str]:
+        """Bring the tests in, and return where commands run, where they are, and where a reward is written.
+
+        What the agent left in those places is removed first.
+        """
+        own = f"${{TMPDIR:-/tmp}}/turnwise-{secrets.token_hex(8)}"
+        done = await box.exec(_PREPARE.replace("{own}", own))
+        if not done.ok:
+            raise EnvError(f"{self.folder.name}: there is no place for its tests: {done.text.strip()[-300:]}")
+        workdir, tests, logs = done.stdout.decode().splitlines()
+        if self.folder.tests.is_dir():
+            await box.upload(self.folder.tests, tests)
+        script = self.folder.path / self.folder.script
+        await box.write_file(f"{tests}/{script.name}", script.read_bytes(), mode=0o755)
+        return workdir, tests, logs
+
+    async def check_task(self, task: Task) -> list[str]:
+        """Say what is wrong with a task: its solution must be worth 1, and nothing done must be worth less."""
+        try:
+            found = []
+            for solved in (True, False):
+                self.log, self.tests, self.folder = "", {}, _folder_of(task)
+                if solved and self.folder.solution is None:
+                    return ["there is no solution, so nothing shows that it can be done"]
+                await self.close_sandboxes()
+                box = await self.open_sandbox(_spec(self.folder))
+                if solved and self.folder.solution is not None:
+                    await box.exec(self.folder.solution.read_text("utf-8"), timeout=self.test_timeout)
+                worth = sum((await self.score(None)).values())
+                if solved != (worth >= 1.0):
+                    what = "its own solution is" if solved else "doing nothing is"
+                    found.append(f"{what} worth {worth:g}; the tests say: {self.log.strip()[-300:]}")
+        except TurnwiseError as error:
+            if error.retryable:
+                raise
+            return [str(error)]
+        return found
+
+    def solve(self) -> Solution | None:
+        """Run the task's solution, and submit; None where there is no shell to do it with."""
+        return self._solution() if "shell" in self.names else None
+
+    def _solution(self) -> Solution:
+        if self.folder.solution is not None:
+            yield tool_call("shell", command=self.folder.solution.read_text("utf-8"))
+        if "submit" in self.names:
+            yield tool_call("submit")
+        yield "It is done."
+
+
+def _folder_of(task: Task | None) -> TaskFolder:
+    if task is None:
+        raise EnvError("TerminalEnv.reset got no task: name tasks, such as turnwise.envs.library.terminal:tasks")
+    name = task.data.get("folder")
+    if not isinstance(name, str):
+        raise TaskError(f"task {task.id!r}: folder is {shown(name)}: it must be the path of a task's folder")
+    return read_folder(name)
+
+
+def _spec(folder: TaskFolder) -> SandboxSpec:
+    labels = {"terminal": folder.name}
+    if folder.image is not None:
+        return SandboxSpec(
+            image=folder.image,
+            workspace=folder.workspace,
+            workdir=folder.workdir,
+            user="root",
+            limits=folder.limits,
+            labels=labels,
+        )
+    mounts, env = host_python()
+    return SandboxSpec(
+        workspace=folder.workspace,
+        workdir=folder.workdir,
+        env={**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        mounts=tuple(mounts),
+        limits=folder.limits,
+        labels=labels,
+    )
+
+
+async def _reward(box: Sandbox, logs: str) -> float | None:
+    """Return the reward that the tests wrote, or None where they wrote none that can be read."""
+    for name in ("reward.txt", "reward.json"):
+        try:
+            text = (await box.read_file(f"{logs}/{name}", max_bytes=65_536)).decode()
+            found: Any = json.loads(text) if name.endswith(".json") else text
+            value = float(found["reward"] if isinstance(found, dict) else found)
+        except (SandboxFileError, ValueError, TypeError, KeyError):
+            continue
+        if math.isfinite(value):
+            return value
+    return None

@@ -1,0 +1,224 @@
+"""Folders of tasks, as Harbor and Terminal-Bench have them.
+
+Harbor: ``task.toml``, ``instruction.md``, ``environment/Dockerfile``, ``tests/test.sh``, ``solution/solve.sh``.
+Terminal-Bench: ``task.yaml`` with the instruction, ``Dockerfile``, ``run-tests.sh``, ``tests/``, ``solution.sh``.
+Either may have ``workspace/``: files that the workdir has at the start; without an image it runs on any backend.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from turnwise.errors import TaskError, shown
+from turnwise.sandboxes.core import SandboxLimits
+from turnwise.tasks import Task
+
+SHIPPED: Final = "shipped:"
+_SIZES: Final = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFolder:
+    """One task.
+
+    Attributes:
+        name: What its folder is called.
+        path: The folder.
+        instruction: What the agent is asked.
+        script: What is run to judge it, relative to ``path``.
+        tests: The folder that comes in with it.
+        solution: A script that solves it; None where there is none.
+        workspace: Files that the workdir has at the start; None: what the image has.
+        image: An image's name, or a folder with a Dockerfile; None: the backend's own.
+        workdir: Where commands run.
+        test_timeout: Seconds that the tests may take; None: the folder does not say.
+        limits: What may be used.
+        parser: Whose log the tests write, where they write no reward.
+    """
+
+    name: str
+    path: Path
+    instruction: str
+    script: str
+    tests: Path
+    solution: Path | None
+    workspace: Path | None
+    image: str | None
+    workdir: str
+    test_timeout: float | None
+    limits: SandboxLimits
+    parser: str
+
+
+def tasks(path: str | None = None, n: int | None = None) -> Iterator[Task]:
+    """Yield the tasks of a folder of task folders.
+
+    Args:
+        path: The folder, or a single task; without, those that come with the package.
+        n: At most so many.
+
+    Raises:
+        TaskError: There is no task in it, or one cannot be read.
+    """
+    root = _shipped_root() if path is None else Path(path).expanduser()
+    places = [root] if _is_task(root) else sorted(each for each in root.glob("*") if _is_task(each))
+    if not places:
+        raise TaskError(f"{root} holds no task: a task is a folder with task.toml or task.yaml")
+    for place in places[:n]:
+        name = f"{SHIPPED}{place.name}" if path is None else str(place.resolve())
+        yield Task(place.name, read_folder(name).instruction, {"folder": name})
+
+
+def _shipped_root() -> Path:
+    return Path(str(resources.files("turnwise.envs.library.terminal") / "shipped"))
+
+
+def _is_task(place: Path) -> bool:
+    return any((place / name).is_file() for name in ("task.toml", "task.yaml", "task.yml"))
+
+
+def read_folder(name: str) -> TaskFolder:
+    """Return the task of a folder; ``shipped:NAME`` is one that comes with the package.
+
+    Raises:
+        TaskError: It is none; the message names the file and what is wrong with it.
+    """
+    path = Path(name).expanduser()
+    if name.startswith(SHIPPED):
+        path = _shipped_root() / name.removeprefix(SHIPPED)
+        if not re.fullmatch(r"[\w-]+", path.name) or not _is_task(path):
+            raise TaskError(f"folder {name!r}: no task of that name comes with turnwise")
+    if not _is_task(path):
+        raise TaskError(f"folder {name!r} is no task: there is neither task.toml nor task.yaml in it")
+    found = _harbor(path) if (path / "task.toml").is_file() else _terminal_bench(path)
+    if not (path / found.script).is_file():
+        raise TaskError(f"{path}: there is no {found.script}, which says whether the task is done")
+    return found
+
+
+def _harbor(path: Path) -> TaskFolder:
+    settings = _read(path / "task.toml", tomllib.loads)
+    place = _section(settings, "environment", path)
+    verifier = _section(settings, "verifier", path)
+    docker = path / "environment"
+    return _folder(
+        path,
+        instruction=_text(path / "instruction.md"),
+        script="tests/test.sh",
+        solution=path / "solution" / "solve.sh",
+        image=place.get("docker_image") or (str(docker) if (docker / "Dockerfile").is_file() else None),
+        workdir=place.get("workdir"),
+        timeout=verifier.get("timeout_sec"),
+        memory=_bytes(place, "memory", path),
+        disk=_bytes(place, "storage", path),
+        cpus=place.get("cpus"),
+        network=bool(place.get("allow_internet", False)),
+        parser="pytest",
+    )
+
+
+def _terminal_bench(path: Path) -> TaskFolder:
+    file = next(path / name for name in ("task.yaml", "task.yml") if (path / name).is_file())
+    settings = _read(file, yaml.safe_load)
+    instruction = settings.get("instruction")
+    if not isinstance(instruction, str):
+        raise TaskError(f"{file}: instruction is {shown(instruction)}: it must be a text")
+    return _folder(
+        path,
+        instruction=instruction,
+        script="run-tests.sh",
+        solution=path / "solution.sh",
+        image=str(path) if (path / "Dockerfile").is_file() else None,
+        workdir=settings.get("workdir"),
+        timeout=settings.get("max_test_timeout_sec"),
+        parser=str(settings.get("parser_name") or "pytest"),
+    )
+
+
+def _folder(
+    path: Path,
+    *,
+    instruction: str,
+    script: str,
+    solution: Path,
+    image: Any,
+    workdir: Any,
+    timeout: Any,
+    parser: str,
+    memory: int | None = None,
+    disk: int | None = None,
+    cpus: Any = None,
+    network: bool = False,
+) -> TaskFolder:
+    for name, value in (("timeout", timeout), ("cpus", cpus)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+            raise TaskError(f"{path}: {name} is {shown(value)}: it must be a number above 0")
+    base = SandboxLimits()
+    limits = SandboxLimits(
+        memory=memory or base.memory,
+        disk=disk or base.disk,
+        cpus=None if cpus is None else float(cpus),
+        network=network,
+    )
+    workspace = path / "workspace"
+    return TaskFolder(
+        name=path.name,
+        path=path,
+        instruction=instruction.strip(),
+        script=script,
+        tests=path / "tests",
+        solution=solution if solution.is_file() else None,
+        workspace=workspace if workspace.is_dir() else None,
+        image=None if image is None else str(image),
+        workdir=str(workdir or "/app"),
+        test_timeout=None if timeout is None else float(timeout),
+        limits=limits,
+        parser=parser,
+    )
+
+
+def _read(file: Path, parse: Any) -> Mapping[str, Any]:
+    try:
+        found = parse(_text(file))
+    except (ValueError, yaml.YAMLError) as error:
+        raise TaskError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, Mapping):
+        raise TaskError(f"{file} is {shown(found)}: it must hold names and values")
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{file} cannot be read: {error}") from error
+
+
+def _section(settings: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    found = settings.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise TaskError(f"{path / 'task.toml'}: {name} is {shown(found)}: it must be a table")
+    return found
+
+
+def _bytes(place: Mapping[str, Any], name: str, path: Path) -> int | None:
+    """Return a size: ``memory_mb = 2048``, or ``memory = "2G"`` as older tasks say it."""
+    number, text = place.get(f"{name}_mb"), place.get(name)
+    if number is not None and not isinstance(number, bool) and isinstance(number, (int, float)) and number > 0:
+        return int(number * 2**20)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])i?b?", str(text).lower()) if text is not None else None
+    if match is not None:
+        return int(float(match[1]) * _SIZES[match[2]])
+    if number is None and text is None:
+        return None
+    raise TaskError(
+        f"{path / 'task.toml'}: {name} is {shown(number if text is None else text)}: write {name}_mb = 2048"
+    )

@@ -1,6 +1,0 @@
-"""Questions whose answer stands in several passages of a corpus, found with BM25."""
-
-from turnwise.envs.search.env import SearchEnv
-from turnwise.envs.search.tasks import qa_tasks, tasks
-
-__all__ = ["SearchEnv", "qa_tasks", "tasks"]

@@ -1,0 +1,319 @@
+"""The gateway as an ASGI application.
+
+Routes of agents, below ``/s/TOKEN``: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/messages``,
+``/v1/messages/count_tokens``; ``GET /v1/models``; ``HEAD /``. Of controllers, with the admin key: ``POST /sessions``,
+``GET /sessions/ID``, ``POST /sessions/ID/finalize``, ``/sessions/ID/abort``. Of rewarders, with a session's reward key:
+``POST /sessions/ID/rewards``. Of everybody: ``GET /health``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import orjson
+
+from turnwise.errors import GuideRefused, TurnwiseError, shown
+from turnwise.gateway.dialects.anthropic import Anthropic
+from turnwise.gateway.dialects.core import Abilities, ChatRequest, Dialect, Fields, not_found
+from turnwise.gateway.dialects.openai_chat import OpenAIChat
+from turnwise.gateway.dialects.openai_responses import OpenAIResponses
+from turnwise.gateway.dialects.template_options import NO_WISHES, template_args
+from turnwise.gateway.errors import ApiError, api_error, invalid, too_deep
+from turnwise.gateway.exchange import Deadline, Exchange
+from turnwise.gateway.sessions import FIXED_SAMPLING, SETTINGS, GatewaySession, Sessions, check_known, read_settings
+from turnwise.gateway.turns import Reader, reader_of
+from turnwise.inference.http_process import Receive, Scope, Send
+from turnwise.model.canonical import canonical_messages, clean
+from turnwise.types import StopReason
+
+_log = logging.getLogger(__name__)
+_CHAT, _MESSAGES = OpenAIChat(), Anthropic()
+_MOST_TEMPERATURES = 100
+_ABOUT = ("episode_id", "group_id", "task_id", "partition")
+_MAY_CREATE = SETTINGS.union(_ABOUT, ("id", "seconds"))
+
+
+class GatewayApp:
+    """The ASGI application.
+
+    Args:
+        sessions: All sessions.
+        admin_key: What controllers send as ``Authorization: Bearer KEY``.
+        model: The name that ``/v1/models`` lists; agents may ask for any.
+        context_length: Most tokens of prompt and completion.
+        abilities: What the model can be asked for.
+        fixed: Sampling parameters that no request may change.
+
+    Attributes:
+        sessions: As above.
+        answering: How many requests of agents are being answered.
+        when_idle: Called once there is none, when the last answer was handed to the system.
+    """
+
+    exchange: ClassVar[type[Exchange]] = Exchange
+    """How a request is answered."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        *,
+        admin_key: str,
+        model: str,
+        context_length: int,
+        abilities: Abilities | None = None,
+        fixed: frozenset[str] = frozenset(),
+    ) -> None:
+        self.sessions = sessions
+        self._admin_key = admin_key
+        self._model = model
+        self._context_length = context_length
+        self._abilities = abilities or Abilities()
+        self._fixed = fixed
+        self.answering = 0
+        self.when_idle: Callable[[], None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        exchange = self.exchange(scope, receive, send, self.sessions.limits)
+        dialect: Dialect = _CHAT
+        try:
+            parts = [part for part in scope["path"].split("/") if part]
+            if parts[:1] == ["s"]:
+                await self._agent(exchange, parts)
+                return
+            if parts[:1] == ["v1"]:
+                # Clients that take no path in their base URL send the token as their key.
+                await self._agent(exchange, ["s", exchange.key(), *parts])
+                return
+            await exchange.answer(200, await self._control(exchange, parts))
+        except ApiError as error:
+            await exchange.refuse(dialect, error)
+        except TurnwiseError as error:
+            await exchange.refuse(dialect, api_error(error))
+        except TimeoutError:
+            # Who takes nothing of an answer is told nothing more; the server closes the connection.
+            _log.info("a client took nothing of its answer")
+
+    # -- agents
+
+    async def _agent(self, exchange: Exchange, parts: list[str]) -> None:
+        route = "/".join(parts[2:])
+        # A route says which API is spoken; where it does not, a header of the client's may.
+        anthropic = exchange.speaks_anthropic and not route.endswith("chat/completions")
+        dialect: Dialect = _MESSAGES if route.removeprefix("v1/").startswith("messages") or anthropic else _CHAT
+        try:
+            entry = self.sessions.of_token(parts[1] if len(parts) > 1 else "")
+        except ApiError as error:
+            await exchange.refuse(dialect, error)
+            return
+        try:
+            if route in ("v1/responses", "responses"):
+                dialect = OpenAIResponses(entry.conversations, carries_on=exchange.is_codex)
+            await self._route(exchange, entry, dialect, route)
+        except ApiError as error:
+            await exchange.refuse(dialect, error)
+        except TurnwiseError as error:
+            entry.note_outcome(error)
+            await exchange.refuse(dialect, api_error(error))
+        except RecursionError:
+            await exchange.refuse(dialect, too_deep())
+
+    async def _route(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        method = exchange.method
+        route = route.removeprefix("v1/") if route.startswith("v1/") else route
+        if method in ("GET", "HEAD") and (route in ("", "v1", "models") or route.startswith("models/")):
+            await exchange.answer(200, self._models(exchange, route))
+            return
+        if method != "POST" or route not in ("chat/completions", "responses", "messages", "messages/count_tokens"):
+            raise not_found(f"{method} /{route} is no route of a session")
+        await self._admit(exchange, entry, dialect, route)
+
+    async def _admit(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        """Answer a request within the limits of its session."""
+        running = entry.running
+        if len(running) >= self.sessions.limits.requests:
+            raise ApiError(429, f"{len(running)} requests of this session are being answered", retry_after=1)
+        task, seconds = exchange.task, self.sessions.limits.request_seconds
+        running.add(task)
+        self.answering += 1
+        entry.used = time.monotonic()
+        deadline = Deadline(task, seconds)
+        try:
+            await self._answer(exchange, entry, dialect, route)
+        except (asyncio.CancelledError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) or deadline.ended():
+                raise ApiError(504, f"the request was not answered within {seconds:g} s", code="timeout") from None
+            if not entry.closed:
+                raise
+            task.uncancel()
+            raise not_found("the session ended while this request was answered") from None
+        finally:
+            deadline.close()
+            running.discard(task)
+            entry.used = time.monotonic()
+            self.answering -= 1
+            if not self.answering and self.when_idle is not None:
+                # Event loops write what they were given before they call what comes next.
+                task.get_loop().call_soon(self.when_idle)
+
+    async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        body = read_json(await exchange.body())
+        if route == "messages/count_tokens":
+            await self._count(exchange, entry, dialect, body)
+            return
+        request = asked_of(entry.reader, dialect.read(body, self._abilities))
+        params = request.params(entry.session.params, self._fixed_for(entry))
+        if len(entry.temperatures) < _MOST_TEMPERATURES:
+            entry.temperatures.add(params.temperature)
+        try:
+            await exchange.converse(entry, dialect, request, params)
+        except GuideRefused as error:
+            raise api_error(error, request.guide_field) from error
+
+    def _fixed_for(self, entry: GatewaySession) -> frozenset[str]:
+        if entry.fixed_sampling is None:
+            return self._fixed
+        return FIXED_SAMPLING if entry.fixed_sampling else frozenset()
+
+    async def _count(
+        self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, body: Mapping[str, Any]
+    ) -> None:
+        request = asked_of(entry.reader, dialect.read({**body, "stream": False}, self._abilities))
+        reader = reader_of(entry.reader, request)
+        tokens = len(reader.render(canonical_messages(request.messages), request.tools))
+        await exchange.answer(200, {"input_tokens": tokens})
+
+    def _models(self, exchange: Exchange, route: str) -> dict[str, Any]:
+        if exchange.speaks_anthropic:
+            card: dict[str, Any] = {
+                "type": "model",
+                "id": self._model,
+                "display_name": self._model,
+                "created_at": "1970-01-01T00:00:00Z",
+            }
+            listed = {"data": [card], "has_more": False, "first_id": self._model, "last_id": self._model}
+        else:
+            card = {
+                "id": self._model,
+                "object": "model",
+                "created": 0,
+                "owned_by": "turnwise",
+                "max_model_len": self._context_length,
+            }
+            listed = {"object": "list", "data": [card]}
+        if not route.startswith("models/"):
+            return listed
+        wanted = route.removeprefix("models/")
+        if wanted != self._model:
+            raise not_found(f"model {shown(wanted)} does not exist; there is {self._model!r}")
+        return card
+
+    # -- controllers and rewarders
+
+    async def _control(self, exchange: Exchange, parts: list[str]) -> dict[str, Any]:
+        method = exchange.method
+        match (method, parts):
+            case ("GET" | "HEAD", ["health"]):
+                return {"status": "ok", "sessions": len(self.sessions)}
+            case ("POST", ["sessions", session_id, "rewards"]):
+                key = exchange.key()
+                self.sessions.rewarded_by(session_id, key)
+                fields = Fields(read_json(await exchange.body()))
+                # It may have ended meanwhile.
+                return _reward(self.sessions.rewarded_by(session_id, key), fields)
+            case (_, ["sessions", *_]):
+                if not hmac.compare_digest(self._admin_key.encode(), exchange.key().encode("utf-8", "replace")):
+                    raise ApiError(401, "this route needs the admin key", code="invalid_key")
+                return await self._administer(exchange, parts)
+        raise not_found(f"{method} /{'/'.join(parts)} is no route of this gateway")
+
+    async def _administer(self, exchange: Exchange, parts: list[str]) -> dict[str, Any]:
+        match (exchange.method, parts):
+            case ("POST", ["sessions"]):
+                fields = Fields(read_json(await exchange.body() or b"{}"))
+                check_known(fields, _MAY_CREATE)
+                name = fields.text("id", "")
+                if "/" in name or name in (".", ".."):
+                    raise invalid("id", f"is {shown(name)}, which no path can hold: leave out '/', '.' and '..'")
+                about = {key: fields.text(key) for key in _ABOUT if fields.get(key) is not None}
+                seconds = fields.number("seconds", 0.001, 10 * 365 * 86400)
+                settings = read_settings(fields, self._context_length)
+                entry = self.sessions.create(name or None, about, seconds, settings)
+                return {
+                    "id": entry.id,
+                    "token": entry.token,
+                    "path": f"/s/{entry.token}",
+                    "reward_key": entry.reward_key,
+                }
+            case ("GET", ["sessions", session_id]):
+                return self.sessions.of_id(session_id).state()
+            case ("POST", ["sessions", session_id, "finalize"]):
+                fields = Fields(read_json(await exchange.body() or b"{}"))
+                reason = fields.text("stop_reason", StopReason.COMPLETED.value)
+                if reason not in set(StopReason):
+                    raise invalid("stop_reason", f"must be one of {', '.join(StopReason)}, not {shown(reason)}")
+                error = fields.text("error", "") or None
+                trajectory = await self.sessions.end(session_id, StopReason(reason), error)
+                return {"id": session_id, "trajectory": orjson.Fragment(trajectory.to_bytes())}
+            case ("POST", ["sessions", session_id, "abort"]):
+                await self.sessions.end(session_id, StopReason.CANCELLED)
+                return {"id": session_id, "status": "aborted"}
+        raise not_found(f"{exchange.method} /{'/'.join(parts)} is no route of this gateway")
+
+
+def asked_of(reader: Reader, request: ChatRequest) -> ChatRequest:
+    """Return a request with what it gives the chat template.
+
+    Raises:
+        ApiError: The template does not take it.
+    """
+    if request.wishes is NO_WISHES:
+        return request
+    return replace(request, template_args=template_args(request.wishes, reader))
+
+
+def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:
+    value = fields.number("value", -1e9, 1e9)
+    if value is None:
+        raise invalid("value", "is required")
+    entry.note_reward(fields.text("turn_id", "") or None, fields.text("name", "reward"), value)
+    return {"id": entry.id, "rewards": len(entry.rewards)}
+
+
+def read_json(raw: bytes) -> Mapping[str, Any]:
+    """Return the object that a body holds.
+
+    Raises:
+        ApiError: It is none.
+    """
+    try:
+        body = orjson.loads(raw)
+    except ValueError:
+        # Half surrogate pairs and long numbers, which clients in other languages send.
+        try:
+            body = _cleaned(json.loads(raw))
+        except RecursionError:
+            raise too_deep() from None
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {shown(body)}", code="invalid_json")
+    return body
+
+
+def _cleaned(value: Any) -> Any:
+    """Return what JSON held without half surrogate pairs: nothing that is written here could hold them."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {clean(key): _cleaned(item) for key, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list) else value

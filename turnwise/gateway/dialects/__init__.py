@@ -1,0 +1,1 @@
+"""The wire APIs of the gateway: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages."""

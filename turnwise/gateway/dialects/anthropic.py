@@ -1,0 +1,448 @@
+"""Anthropic Messages: responses, events and errors.
+
+Every block is opened, filled by deltas and closed: clients drop what stands in ``content_block_start``, and whole
+blocks that are not closed. Calls are sent when the turn is recorded, like in every dialect.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from turnwise.errors import shown
+from turnwise.gateway.dialects import core as sse
+from turnwise.gateway.dialects.core import (
+    Abilities,
+    Answer,
+    ChatRequest,
+    Fields,
+    ToolChoice,
+    check_names,
+    echoed_call,
+    image_part,
+    new_id,
+    read_sampling,
+    read_tool,
+    text_part,
+    told_call,
+)
+from turnwise.gateway.dialects.response_format import Format, read_hold
+from turnwise.gateway.dialects.template_options import read_wishes
+from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.types import Message, ToolSchema
+
+_BILLING = "x-anthropic-billing-header:"
+_RUN_BY_THE_SERVER = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool|advisor|mcp_toolset)(_|$)")
+
+
+# Under ``adaptive`` it is the model that decides.
+_THINKING = {"enabled": True, "disabled": False}
+
+
+def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
+    """Return what a body asks for."""
+    fields = Fields(body)
+    fields.refuse("container", "nothing is run here")
+    fields.refuse("mcp_servers", "nothing is run here: connect them in the agent")
+    tools = tuple(_tools(fields))
+    check_names(tools)
+    choice, single = _choice(fields)
+    held = read_hold(tools, choice, _format(fields), abilities, single=single)
+    messages = _messages(fields, abilities)
+    thinking = Fields(fields.get("thinking") or {}, "thinking").text("type", "")
+    effort = Fields(fields.get("output_config") or {}, "output_config").text("effort", "")
+    return ChatRequest(
+        model=fields.text("model", ""),
+        messages=messages,
+        tools=held.tools,
+        sampling=read_sampling(fields, most=("max_tokens",), stop="stop_sequences"),
+        stream=fields.flag("stream"),
+        tool_choice=choice,
+        guide=held.guide,
+        guide_field=held.field,
+        reasoning=thinking != "disabled",
+        wishes=read_wishes(effort, _THINKING.get(thinking), fields.get("chat_template_kwargs")),
+    )
+
+
+def _tools(fields: Fields) -> Iterator[ToolSchema]:
+    for index, entry in enumerate(fields.items("tools")):
+        at = f"tools[{index}]"
+        tool = Fields(entry, at)
+        kind = tool.text("type", "custom")
+        if kind == "custom":
+            schema = tool.get("input_schema")
+            if schema is not None and not isinstance(schema, dict):
+                raise invalid(tool.name("input_schema"), f"must be a JSON schema, not {shown(schema)}")
+            yield read_tool(tool.get("name"), tool.get("description"), schema, at)
+        elif not _RUN_BY_THE_SERVER.match(kind):
+            # Those that a server would run are left out: the model is not told of what it cannot have.
+            raise unsupported(
+                tool.name("type"), f"{shown(kind)}: its schema is not in the request; describe it as custom"
+            )
+
+
+def _choice(fields: Fields) -> tuple[ToolChoice, str]:
+    value = fields.get("tool_choice")
+    if value is None:
+        return ToolChoice(), ""
+    choice = Fields(value, "tool_choice")
+    kind = choice.text("type")
+    single = choice.name("disable_parallel_tool_use") if choice.flag("disable_parallel_tool_use") else ""
+    if kind == "tool":
+        return ToolChoice("named", (choice.text("name"),)), single
+    modes = {"auto": ToolChoice(), "any": ToolChoice("required"), "none": ToolChoice("none")}
+    if kind not in modes:
+        raise invalid("tool_choice.type", f"must be auto, any, tool or none, not {shown(kind)}")
+    return modes[kind], single
+
+
+def _format(fields: Fields) -> Format:
+    output = Fields(fields.get("output_config") or {}, "output_config")
+    if output.get("format") is not None:
+        return Format("output_config.format", output.get("format"))
+    return Format("output_format", fields.get("output_format"))
+
+
+def _messages(fields: Fields, abilities: Abilities) -> list[Message]:
+    entries = fields.items("messages")
+    if not entries:
+        raise invalid("messages", "must hold at least one message")
+    messages: list[dict[str, Any]] = []
+    system = _system(fields.get("system"), "system")
+    if system:
+        messages.append({"role": "system", "content": system})
+    for index, entry in enumerate(entries):
+        at = f"messages[{index}]"
+        message = Fields(entry, at)
+        role, content = message.text("role"), _blocks(message.get("content"), f"{at}.content")
+        if role == "assistant":
+            messages.append(_said(content, f"{at}.content"))
+        elif role == "user":
+            messages += _asked(content, f"{at}.content", messages, abilities)
+        elif role == "system":
+            _remind(messages, _system(message.get("content"), f"{at}.content"))
+        else:
+            raise invalid(message.name("role"), f"must be user, assistant or system, not {shown(role)}")
+    return cast("list[Message]", messages)
+
+
+def _blocks(value: Any, at: str) -> list[Any]:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise invalid(at, f"must be a text or a list of blocks, not {shown(value)}")
+    return value
+
+
+def _system(value: Any, at: str) -> str:
+    if value is None:
+        return ""
+    texts = []
+    for index, entry in enumerate(_blocks(value, at)):
+        block = Fields(entry, f"{at}[{index}]")
+        if block.text("type", "text") != "text":
+            raise unsupported(block.name("type"), "a system prompt is text")
+        text = block.text("text")
+        # Claude Code's first line changes with its version, its sub-agents and after a compaction.
+        if not text.startswith(_BILLING):
+            texts.append(text)
+    return "\n\n".join(filter(str.strip, texts))
+
+
+def _remind(messages: list[dict[str, Any]], text: str) -> None:
+    """Add what the system says in the middle: most templates know one system message, the first.
+
+    Claude Code writes it the same way for models that know no such messages.
+    """
+    if not text:
+        return
+    text = f"<system-reminder>\n{text}\n</system-reminder>"
+    if messages and messages[-1]["role"] == "user":
+        # Templates that want user and assistant in turns take one message for both.
+        messages[-1]["content"].append({"type": "text", "text": f"\n\n{text}"})
+    else:
+        messages.append({"role": "user", "content": [{"type": "text", "text": text}]})
+
+
+def _said(blocks: list[Any], at: str) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, entry in enumerate(blocks):
+        block = Fields(entry, f"{at}[{index}]")
+        kind = block.text("type")
+        if kind == "text":
+            texts.append(block.text("text"))
+        elif kind == "thinking":
+            thoughts.append(block.text("thinking", ""))
+        elif kind == "tool_use":
+            calls.append(echoed_call(block.get("id"), block.get("name"), block.get("input")))
+        elif kind != "redacted_thinking":
+            raise unsupported(block.name("type"), f"blocks of type {shown(kind)} of an assistant message")
+    if len(texts) > 1 or calls:
+        texts = [text for text in texts if text.strip()]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _asked(
+    blocks: list[Any], at: str, before: Sequence[Mapping[str, Any]], abilities: Abilities
+) -> list[dict[str, Any]]:
+    """Return the messages of a user message: one for each tool result, then what the user says."""
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    for index, entry in enumerate(blocks):
+        block = Fields(entry, f"{at}[{index}]")
+        if block.text("type") == "tool_result":
+            results.append(_result(block, abilities))
+        else:
+            parts += _parts([entry], at, abilities, index)
+    asked = next((message.get("tool_calls") or () for message in reversed(before) if message["role"] != "tool"), ())
+    order = {call["id"]: position for position, call in enumerate(asked)}
+    # Results come in the order in which the tools ended; a prompt holds them in the order of the calls.
+    results.sort(key=lambda result: order.get(result["tool_call_id"], len(order)))
+    if len(parts) > 1:
+        parts = [part for part in parts if part["type"] != "text" or part["text"].strip()] or parts[:1]
+    if results and all(part["type"] == "text" and not part["text"].strip() for part in parts):
+        parts = []
+    if parts:
+        results.append({"role": "user", "content": parts})
+    return results
+
+
+def _result(block: Fields, abilities: Abilities) -> dict[str, Any]:
+    content = block.get("content")
+    name = block.name("content")
+    parts: str | list[dict[str, Any]]
+    parts = _parts(_blocks(content, name), name, abilities) if content is not None else ""
+    if not parts and block.flag("is_error"):
+        parts = "Error"
+    return {"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": parts}
+
+
+def _parts(blocks: Sequence[Any], at: str, abilities: Abilities, first: int = 0) -> list[dict[str, Any]]:
+    parts = []
+    for index, entry in enumerate(blocks, first):
+        block = Fields(entry, f"{at}[{index}]")
+        kind = block.text("type")
+        if kind == "text":
+            parts.append(text_part(block.get("text"), block.name("text")))
+        elif kind == "image":
+            parts.append(_image(block, abilities))
+        elif kind == "document" and (text := _document(block)) is not None:
+            parts.append(text_part(text, block.name("source")))
+        elif kind == "tool_reference":
+            parts.append(text_part(block.text("tool_name"), block.name("tool_name")))
+        else:
+            raise unsupported(
+                block.name("type"), f"blocks of type {shown(kind)}; there are text, image and tool_result"
+            )
+    return parts
+
+
+def _image(block: Fields, abilities: Abilities) -> dict[str, Any]:
+    source = Fields(block.get("source"), block.name("source"))
+    if source.text("type") == "base64":
+        url = f"data:{source.text('media_type')};base64,{source.text('data')}"
+    else:
+        url = source.text("url", "")
+    return image_part(url, source.name("url"), abilities)
+
+
+def _document(block: Fields) -> str | None:
+    source = Fields(block.get("source"), block.name("source"))
+    return source.text("data") if source.text("type") == "text" else None
+
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+class Anthropic:
+    """The dialect of ``POST /v1/messages``."""
+
+    name = "anthropic"
+
+    def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
+        """Return what a body asks for."""
+        return read_request(body, abilities)
+
+    def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return a ``message``."""
+        (answer,) = answers
+        content: list[dict[str, Any]] = []
+        if answer.thoughts and request.reasoning:
+            content.append({"type": "thinking", "thinking": answer.thoughts, "signature": _signature(answer)})
+        if answer.text or not answer.calls:
+            content.append({"type": "text", "text": answer.text})
+        for call in answer.calls:
+            name, arguments = told_call(call, raw=False)
+            content.append({"type": "tool_use", "id": call.id, "name": name, "input": json.loads(arguments)})
+        reason, stop = _stop_reason(answer)
+        return {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": request.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": _usage(answer),
+        }
+
+    def writer(self, request: ChatRequest) -> EventWriter:
+        """Return the writer of a stream of events."""
+        return EventWriter(request)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return an error as Anthropic's clients expect it."""
+        kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": new_id("req_")}
+
+    def status(self, error: ApiError) -> int:
+        """Return the status under which clients of this API send a request again when a server is overloaded."""
+        return 529 if error.status == 503 else error.status
+
+
+def _signature(answer: Answer) -> str:
+    return answer.message.get("turn_id") or "turnwise"
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": answer.cached_tokens,
+        "output_tokens": answer.completion_tokens,
+    }
+
+
+def _stop_reason(answer: Answer) -> tuple[str, str | None]:
+    if answer.calls:
+        return "tool_use", None
+    if answer.cut:
+        return "max_tokens", None
+    return ("stop_sequence", answer.stop) if answer.stop is not None else ("end_turn", None)
+
+
+class EventWriter:
+    """Writes the events of one message."""
+
+    __slots__ = ("_id", "_index", "_open", "_request", "_sent", "_thought")
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._request = request
+        self._id = new_id("msg_")
+        self._index = -1
+        self._open = ""
+        self._sent = 0
+        self._thought = 0
+
+    def begin(self) -> bytes:
+        """Return the start of the message."""
+        message: dict[str, Any] = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": 0,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+                "output_tokens": 0,
+            },
+        }
+        return sse.event({"type": "message_start", "message": message})
+
+    def thoughts(self, index: int, text: str) -> bytes:  # noqa: ARG002 - this API knows one answer
+        """Return a delta of a thinking block."""
+        self._thought += len(text)
+        if not self._request.reasoning:
+            return b""
+        return self._into("thinking") + self._delta("thinking_delta", "thinking", text)
+
+    def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
+        """Return a delta of a text block."""
+        self._sent += len(text)
+        return self._into("text") + self._delta("text_delta", "text", text)
+
+    def alive(self) -> bytes:
+        """Return an empty delta: Claude Code takes nothing else for a sign of life."""
+        if self._open == "thinking":
+            return self._delta("thinking_delta", "thinking", "")
+        return self._into("text") + self._delta("text_delta", "text", "")
+
+    def finish(self, index: int, answer: Answer) -> bytes:
+        """Return the rest of the message, call by call, and why it ended."""
+        events = []
+        if rest := answer.thoughts[self._thought :]:
+            events.append(self.thoughts(index, rest))
+        if rest := answer.text[self._sent :]:
+            events.append(self.text(index, rest))
+        elif not answer.calls and not answer.text:
+            events.append(self._into("text") + self._delta("text_delta", "text", ""))
+        events.append(self._close(answer))
+        for call in answer.calls:
+            name, arguments = told_call(call, raw=False)
+            self._index += 1
+            block = {"type": "tool_use", "id": call.id, "name": name, "input": {}}
+            events.append(self._start(block) + self._delta("input_json_delta", "partial_json", arguments))
+            events.append(sse.event({"type": "content_block_stop", "index": self._index}))
+        reason, stop = _stop_reason(answer)
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        events.append(sse.event({"type": "message_delta", "delta": delta, "usage": _usage(answer)}))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """Return the end of the message."""
+        return sse.event({"type": "message_stop"})
+
+    def fail(self, error: ApiError) -> bytes:
+        """Return an error event."""
+        return sse.event(Anthropic().error(error))
+
+    def _into(self, kind: str) -> bytes:
+        """Return what makes ``kind`` the open block."""
+        if self._open == kind:
+            return b""
+        closed = self._close(None)
+        self._open = kind
+        self._index += 1
+        block = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
+        return closed + self._start(block)
+
+    def _close(self, answer: Answer | None) -> bytes:
+        if not self._open:
+            return b""
+        signed = b""
+        if self._open == "thinking":
+            signature = _signature(answer) if answer is not None else "turnwise"
+            signed = self._delta("signature_delta", "signature", signature)
+        self._open = ""
+        return signed + sse.event({"type": "content_block_stop", "index": self._index})
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        return sse.event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _delta(self, kind: str, key: str, text: str) -> bytes:
+        return sse.event({"type": "content_block_delta", "index": self._index, "delta": {"type": kind, key: text}})

@@ -1,0 +1,335 @@
+"""OpenAI Responses, stateless and with ``previous_response_id``: responses, events and errors.
+
+Codex ignores ``response.completed.output`` and takes the items of ``response.output_item.done``; it ends at
+``response.incomplete``, so a program that would stop there is told ``response.completed`` (``carries_on``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from turnwise.gateway.dialects import core as sse
+from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, new_id, told_call
+from turnwise.gateway.dialects.openai_chat import openai_error
+from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_request
+from turnwise.gateway.errors import ApiError
+from turnwise.types import Message, ToolCall
+
+_ECHOED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+"""Fields of a response that repeat the request, and what they are where it has none."""
+
+
+class OpenAIResponses:
+    """The dialect of ``POST /v1/responses``.
+
+    Args:
+        conversations: Those of one session.
+        carries_on: Whether a response that a length limit cut is called complete.
+    """
+
+    name = "openai_responses"
+
+    def __init__(self, conversations: Conversations | None = None, *, carries_on: bool = False) -> None:
+        self._conversations = conversations or Conversations()
+        self._carries_on = carries_on
+
+    def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
+        """Return what a body asks for."""
+        return read_request(body, abilities, self._conversations.earlier)
+
+    def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return a ``response``, which later requests may name."""
+        (answer,) = answers
+        response = _Response(request, self._carries_on)
+        self.keep(response.id, request, answer)
+        return response.whole(answer, list(response.items(answer)))
+
+    def writer(self, request: ChatRequest) -> ItemWriter:
+        """Return the writer of a stream of events."""
+        return ItemWriter(self, request, self._carries_on)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return an error as OpenAI's clients expect it."""
+        return openai_error(error)
+
+    def status(self, error: ApiError) -> int:
+        """Return the status of an error."""
+        return error.status
+
+    def keep(self, response_id: str, request: ChatRequest, answer: Answer) -> None:
+        """Remember a response where the request does not forbid it."""
+        if request.extra["body"].get("store") is False:
+            return
+        previous, new = request.extra["conversation"]
+        self._conversations.keep(response_id, previous, [*new, _echo(answer)])
+
+
+def _echo(answer: Answer) -> Message:
+    """Return an answer as an agent would send it back."""
+    message = dict(answer.message)
+    return {key: value for key, value in message.items() if key not in ("turn_id", "finish_reason")}  # type: ignore[return-value]
+
+
+class _Response:
+    """One response: its id, its fields, its items."""
+
+    __slots__ = ("_base", "_carries_on", "_mark", "_request", "_tools", "id")
+
+    def __init__(self, request: ChatRequest, carries_on: bool) -> None:
+        self._mark = new_id("")
+        self.id = f"resp_{self._mark}"
+        self._request = request
+        self._carries_on = carries_on
+        self._tools: ResponsesTools = request.extra["tools"]
+        body: Mapping[str, Any] = request.extra["body"]
+        echoed = {key: default if body.get(key) is None else body[key] for key, default in _ECHOED.items()}
+        self._base = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": request.model,
+            **echoed,
+        }
+
+    def item_id(self, prefix: str, place: int) -> str:
+        """Return the id of an item: its response can be told from it when it comes back."""
+        return f"{prefix}_{self._mark}{place:02d}"
+
+    def begun(self) -> dict[str, Any]:
+        """Return the response before anything was sampled."""
+        return {**self._base, "status": "in_progress", "output": [], "usage": None}
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """Return the response that an error ended."""
+        told = {"code": error.code or "server_error", "message": error.message}
+        return {**self._base, "status": "failed", "error": told, "output": [], "usage": None}
+
+    def whole(self, answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the response with its output and usage."""
+        cut = answer.cut and not self._carries_on
+        return {
+            **self._base,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": int(time.time()),
+            "output": items,
+            "usage": {
+                "input_tokens": answer.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+                "output_tokens": answer.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
+                "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+            },
+        }
+
+    def items(self, answer: Answer) -> list[dict[str, Any]]:
+        """Return the items of an answer: reasoning, text, calls."""
+        items: list[dict[str, Any]] = []
+        if answer.thoughts:
+            items.append(self.reasoning(len(items), answer.thoughts))
+        if answer.text or not answer.calls:
+            items.append(self.message(len(items), answer.text, answer))
+        items += [self.call(len(items) + index, call) for index, call in enumerate(answer.calls)]
+        return items
+
+    def reasoning(self, place: int, text: str) -> dict[str, Any]:
+        """Return a reasoning item."""
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        return {
+            "type": "reasoning",
+            "id": self.item_id("rs", place),
+            "summary": [],
+            "content": content,
+            "status": "completed",
+        }
+
+    def message(self, place: int, text: str, answer: Answer | None) -> dict[str, Any]:
+        """Return a message item; without an answer one that is being written."""
+        status = "completed" if answer is not None else "in_progress"
+        if answer is not None and answer.cut and not self._carries_on:
+            status = "incomplete"
+        content = [self.text(text, answer)] if answer is not None else []
+        return {
+            "type": "message",
+            "id": self.item_id("msg", place),
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+    def text(self, text: str, answer: Answer | None) -> dict[str, Any]:
+        """Return the part that holds a message's text."""
+        logprobs = []
+        if self._request.logprobs and answer is not None:
+            logprobs = [
+                {
+                    "token": token.text,
+                    "logprob": token.logprob,
+                    "bytes": list(token.text.encode("utf-8", "replace")),
+                    "top_logprobs": [],
+                }
+                for token in answer.logprobs
+            ]
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def call(self, place: int, call: ToolCall) -> dict[str, Any]:
+        """Return the item of a call."""
+        name, arguments = told_call(call, raw=True)
+        item: dict[str, Any]
+        text = call.arguments.get("input")
+        if call.error is None and name in self._tools.custom and isinstance(text, str):
+            item = {"type": "custom_tool_call", "id": self.item_id("ctc", place), "input": text}
+        else:
+            item = {"type": "function_call", "id": self.item_id("fc", place), "arguments": arguments}
+        item |= {"call_id": call.id, "name": name, "status": "completed"}
+        if name in self._tools.namespaces:
+            item["namespace"], item["name"] = self._tools.namespaces[name]
+        return item
+
+
+class ItemWriter:
+    """Writes the events of one response: each item is added, grows and is done."""
+
+    __slots__ = ("_dialect", "_items", "_number", "_open", "_parts", "_request", "_response", "_sent", "_thought")
+
+    def __init__(self, dialect: OpenAIResponses, request: ChatRequest, carries_on: bool) -> None:
+        self._dialect = dialect
+        self._request = request
+        self._response = _Response(request, carries_on)
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._open = ""
+        self._parts: list[str] = []
+        self._sent = 0
+        self._thought = 0
+
+    def begin(self) -> bytes:
+        """Return the start of the response."""
+        begun = self._response.begun()
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def alive(self) -> bytes:
+        """Return an event that says nothing new: Codex takes any event, but no comment, for a sign of life."""
+        return self._event("response.in_progress", response=self._response.begun())
+
+    def thoughts(self, index: int, text: str) -> bytes:  # noqa: ARG002 - this API knows one answer
+        """Return the events of more reasoning."""
+        self._thought += len(text)
+        opened = self._into("reasoning")
+        self._parts.append(text)
+        return opened + self._part_event("response.reasoning_text.delta", delta=text)
+
+    def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
+        """Return the events of more text."""
+        self._sent += len(text)
+        opened = self._into("message")
+        self._parts.append(text)
+        return opened + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+
+    def finish(self, index: int, answer: Answer) -> bytes:
+        """Return the rest of the response, call by call, and its end."""
+        events = []
+        if rest := answer.thoughts[self._thought :]:
+            events.append(self.thoughts(index, rest))
+        rest = answer.text[self._sent :]
+        if rest or not (answer.text or answer.calls):
+            events.append(self.text(index, rest))
+        events.append(self._close(answer))
+        events.extend(self._call(call) for call in answer.calls)
+        whole = self._response.whole(answer, self._items)
+        self._dialect.keep(self._response.id, self._request, answer)
+        events.append(self._event(f"response.{whole['status']}", response=whole))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """Return nothing: the end of the response was its last event."""
+        return b""
+
+    def fail(self, error: ApiError) -> bytes:
+        """Return the event of a failed response."""
+        return self._event("response.failed", response=self._response.failed(error))
+
+    def _call(self, call: ToolCall) -> bytes:
+        place = len(self._items)
+        item = self._response.call(place, call)
+        self._items.append(item)
+        key = "input" if item["type"] == "custom_tool_call" else "arguments"
+        kind = "custom_tool_call_input" if key == "input" else "function_call_arguments"
+        added = {**item, key: "", "status": "in_progress"}
+        at = {"item_id": item["id"], "output_index": place}
+        done: dict[str, Any] = {key: item[key]} if key == "input" else {key: item[key], "name": item["name"]}
+        return b"".join(
+            [
+                self._event("response.output_item.added", output_index=place, item=added),
+                self._event(f"response.{kind}.delta", **at, delta=item[key]),
+                self._event(f"response.{kind}.done", **at, **done),
+                self._event("response.output_item.done", output_index=place, item=item),
+            ]
+        )
+
+    def _into(self, kind: str) -> bytes:
+        """Return what makes an item of ``kind`` the open one."""
+        if self._open == kind:
+            return b""
+        closed = self._close(None)
+        self._open = kind
+        place = len(self._items)
+        if kind == "reasoning":
+            item = {**self._response.reasoning(place, ""), "status": "in_progress"}
+            added = self._event("response.output_item.added", output_index=place, item=item)
+            return closed + added
+        added = self._event(
+            "response.output_item.added", output_index=place, item=self._response.message(place, "", None)
+        )
+        return closed + added + self._part_event("response.content_part.added", part=self._response.text("", None))
+
+    def _close(self, answer: Answer | None) -> bytes:
+        """Return what ends the open item; ``answer`` is given where the response ends with it."""
+        kind, text, place = self._open, "".join(self._parts), len(self._items)
+        if not kind:
+            return b""
+        if kind == "reasoning":
+            events = self._part_event("response.reasoning_text.done", text=text)
+            item = self._response.reasoning(place, text)
+        else:
+            part = self._response.text(text, answer)
+            events = self._part_event("response.output_text.done", text=text, logprobs=part["logprobs"])
+            events += self._part_event("response.content_part.done", part=part)
+            item = self._response.message(place, text, answer)
+            if answer is None:
+                item |= {"status": "completed", "content": [part]}
+        self._open = ""
+        self._parts.clear()
+        self._items.append(item)
+        return events + self._event("response.output_item.done", output_index=place, item=item)
+
+    def _part_event(self, kind: str, **values: Any) -> bytes:
+        place = len(self._items)
+        prefix = "rs" if self._open == "reasoning" else "msg"
+        at = {"item_id": self._response.item_id(prefix, place), "output_index": place, "content_index": 0}
+        return self._event(kind, **at, **values)
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        number = self._number
+        self._number += 1
+        return sse.event({"type": kind, "sequence_number": number, **values})

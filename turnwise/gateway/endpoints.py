@@ -1,0 +1,186 @@
+"""What the addresses of sessions look like from outside, and how a request finds its session again."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote, urlsplit
+
+from turnwise.errors import ConfigError
+from turnwise.inference.http_process import Application, Receive, Scope, Send
+
+DEFAULT_FORM = "{base}/s/{token}"
+"""What an address is where nobody asks for another form."""
+FIELDS = ("base", "host", "port", "rollout_id", "attempt_id", "session", "token")
+_FIELD = re.compile(r"\{([^{}]*)\}")
+_OWN_ROUTES = frozenset(("s", "v1", "health", "sessions"))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Whose address it is.
+
+    Attributes:
+        rollout_id: The episode, whatever attempt at it this is.
+        attempt_id: Which attempt.
+        session: The session's name within the episode.
+        base: The base URL that was chosen for the episode, or None for the gateway's own.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    session: str = "main"
+    base: str | None = None
+
+
+@dataclass(slots=True)
+class AddressForm:
+    """How addresses are made.
+
+    Attributes:
+        template: The URL, with fields of :data:`FIELDS` in braces.
+        bases: Base URLs of what stands in front of the gateway. Each episode is given the one that the fewest have.
+        open: How many episodes have each.
+    """
+
+    template: str = DEFAULT_FORM
+    bases: Sequence[str] = ()
+    open: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        check_template(self.template)
+        self.bases = [base.rstrip("/") for base in self.bases]
+        for base in self.bases:
+            check_base(base)
+        if self.bases and "{base}" not in self.template:
+            raise ConfigError(f"an address {self.template!r} has no {{base}}, so that base URLs for it are never used")
+
+    def take(self) -> str | None:
+        """Return the base URL of one more episode, or None for the gateway's own."""
+        if not self.bases:
+            return None
+        chosen = min(self.bases, key=lambda base: self.open[base])
+        self.open[chosen] += 1
+        return chosen
+
+    def give_back(self, base: str | None) -> None:
+        """Say that an episode that had a base URL has ended."""
+        if base is not None:
+            self.open[base] -= 1
+
+    def url(self, place: Place, token: str, *, host: str, port: int) -> str:
+        """Return the address of a session.
+
+        Args:
+            place: Whose it is.
+            token: What opens it.
+            host: Where the gateway listens, as a URL writes it.
+            port: Where it listens.
+        """
+        values = {
+            "base": place.base or f"http://{host}:{port}",
+            "host": host,
+            "port": str(port),
+            **{name: quote(value, safe="") for name, value in _parts(place, token).items()},
+        }
+        return _FIELD.sub(lambda found: values[found.group(1)], self.template)
+
+    def before(self, place: Place, token: str) -> tuple[str, ...]:
+        """Return the segments of a path that stand before the token, decoded as an application sees them."""
+        path = unquote(urlsplit(self.url(place, token, host="host", port=1)).path)
+        parts = [part for part in path.split("/") if part]
+        return tuple(parts[: parts.index(token)])
+
+
+def _parts(place: Place, token: str) -> dict[str, str]:
+    return {
+        "rollout_id": place.rollout_id,
+        "attempt_id": place.attempt_id,
+        "session": place.session,
+        "token": token,
+    }
+
+
+def check_template(template: str) -> None:
+    """See that a URL template can be an address.
+
+    Raises:
+        ConfigError: It has an unknown field, no token, or is no URL.
+    """
+    for name in _FIELD.findall(template):
+        if name not in FIELDS:
+            raise ConfigError(f"{{{name}}} in {template!r} is no field of an address; there are {', '.join(FIELDS)}")
+    rest = _FIELD.sub("x", template)
+    if "{" in rest or "}" in rest or "?" in rest or "#" in rest or re.search(r"\s", rest):
+        raise ConfigError(f"{template!r} holds a brace, '?', '#' or a blank that no base URL of a program can hold")
+    if not template.startswith(("{base}", "http://", "https://")):
+        raise ConfigError(f"{template!r} is no URL: begin it with {{base}}, http:// or https://")
+    if template.split("/").count("{token}") != 1 or template.count("{token}") != 1:
+        raise ConfigError(
+            f"{template!r} must hold /{{token}} once, as a part of its path of its own: it is what authorises, and "
+            "cannot be guessed"
+        )
+
+
+def check_base(base: str) -> None:
+    """See that a URL can stand before the path of an address.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        parts = urlsplit(base)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        known = False
+    if not known or parts.query or parts.fragment or re.search(r"\s", base):
+        raise ConfigError(f"{base!r} is no base URL: write http://host:port or https://host/path, without '?' and '#'")
+
+
+class Addressed:
+    """Turns the paths of addresses into those that the gateway's application knows.
+
+    A proxy may have taken parts away from the front of a path. What is left before the token must be of the session
+    that the token opens: an address that was put together from two is refused.
+
+    Args:
+        app: The application.
+
+    Attributes:
+        before: By the token of each session, what stands before it in the path of its address.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self.before: dict[str, tuple[str, ...]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http":
+            scope = self._placed(scope)
+        await self._app(scope, receive, send)
+
+    def _placed(self, scope: Scope) -> Scope:
+        parts = [part for part in scope["path"].split("/") if part]
+        at = next((index for index, part in enumerate(parts) if part in self.before), None)
+        if at is None:
+            if parts and parts[0] in _OWN_ROUTES:
+                return scope
+            # Nothing tells an address that has ended from one that never was.
+            return _at(scope, ["s", "-", *_route(parts)])
+        found, wanted = tuple(parts[:at]), self.before[parts[at]]
+        length = min(len(found), len(wanted))
+        agree = found[len(found) - length :] == wanted[len(wanted) - length :] or found == ("s",)
+        return _at(scope, ["s", parts[at] if agree else "-", *parts[at + 1 :]])
+
+
+def _route(parts: Sequence[str]) -> Sequence[str]:
+    """Return the part of a path that says what is asked for, as well as it can be told."""
+    start = next((index for index, part in enumerate(parts) if part in ("v1", "chat", "messages", "responses")), None)
+    return () if start is None else parts[start:]
+
+
+def _at(scope: Mapping[str, object], parts: Sequence[str]) -> Scope:
+    return {**scope, "path": "/" + "/".join(parts)}

@@ -1,0 +1,402 @@
+"""One HTTP exchange: its head, its body within limits, and its answer, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import types
+from collections.abc import AsyncIterator, Coroutine, Generator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from turnwise.chat.formats.live import Said
+from turnwise.errors import TurnwiseError
+from turnwise.gateway.config import GatewayLimits
+from turnwise.gateway.dialects import core as sse
+from turnwise.gateway.dialects.core import Answer, ChatRequest, Dialect, StreamWriter
+from turnwise.gateway.errors import ApiError, api_error, too_deep
+from turnwise.gateway.sessions import GatewaySession
+from turnwise.gateway.turns import ask, follow
+from turnwise.inference.http_process import Receive, Scope, Send, answer_json
+from turnwise.types import SamplingParams
+
+_T = TypeVar("_T")
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
+    """Await a coroutine, at most so many seconds from where it first waits for something.
+
+    Raises:
+        TimeoutError: It took longer, and was cancelled.
+    """
+    try:
+        awaited = work.send(None)
+    except StopIteration as done:
+        result: _T = done.value
+        return result
+    async with asyncio.timeout(seconds):
+        return await _rest(work, awaited)
+
+
+class Deadline:
+    """Cancels a task when its time is over, until closed.
+
+    Args:
+        task: The task.
+        seconds: From now on.
+    """
+
+    __slots__ = ("_passed", "_task", "_timer")
+
+    def __init__(self, task: asyncio.Task[Any], seconds: float) -> None:
+        self._task = task
+        self._passed = False
+        self._timer = task.get_loop().call_later(seconds, self._pass)
+
+    def close(self) -> None:
+        """Cancel nothing any more."""
+        self._timer.cancel()
+
+    def ended(self) -> bool:
+        """Return whether this, and nobody else, cancelled the task, which then goes on as if nobody had."""
+        passed, self._passed = self._passed, False
+        return passed and self._task.uncancel() == 0
+
+    def _pass(self) -> None:
+        self._passed = True
+        self._task.cancel()
+
+
+@types.coroutine
+def _rest(work: Coroutine[Any, Any, _T], awaited: Any) -> Generator[Any, Any, _T]:
+    """Go on with a coroutine that has begun, and waits for something."""
+    while True:
+        failed: BaseException | None = None
+        sent = None
+        try:
+            sent = yield awaited
+        except BaseException as error:  # noqa: BLE001 - it is the coroutine's, whatever it is
+            failed = error
+        try:
+            awaited = work.send(sent) if failed is None else work.throw(failed)
+        except StopIteration as done:
+            result: _T = done.value
+            return result
+
+
+_log = logging.getLogger(__name__)
+_WATCH_AFTER = 0.02
+"""Seconds into an answer from which on it is watched whether its client is still there."""
+_Event = tuple[int, Said | Answer | ApiError | None]
+"""Which answer, and what of it; None where it was placed and nothing was sampled yet."""
+
+
+class Exchange:
+    """A request and the way its answer is sent.
+
+    Args:
+        scope: Of ASGI.
+        receive: Of ASGI.
+        send: Of ASGI.
+        limits: What clients may use.
+
+    Attributes:
+        method: Of HTTP.
+        task: Answers the request.
+    """
+
+    __slots__ = ("_headers", "_limits", "_receive", "_send", "_started", "_writer", "method", "task")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task: asyncio.Task[Any] = task
+        self.method: str = scope["method"]
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._started = False
+        # Of a stream that is open.
+        self._writer: StreamWriter | None = None
+
+    @property
+    def speaks_anthropic(self) -> bool:
+        """Whether the client names a version of Anthropic's API."""
+        return b"anthropic-version" in self._headers
+
+    @property
+    def is_codex(self) -> bool:
+        """Whether the client is Codex, which gives up at a response that is called incomplete."""
+        return self._headers.get(b"originator", b"").startswith(b"codex") or self._headers.get(
+            b"user-agent", b""
+        ).startswith(b"codex")
+
+    def key(self) -> str:
+        """Return the key that the client sent, empty where it sent none."""
+        key = self._headers.get(b"x-api-key")
+        if key is None:
+            key = self._headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        return key.decode("latin-1").strip()
+
+    async def body(self) -> bytes:
+        """Return the body.
+
+        Raises:
+            ApiError: It is too large, too slow, or its end never came.
+        """
+        most = self._limits.body_bytes
+        told = self._headers.get(b"content-length", b"")
+        if told.isdigit() and int(told) > most:
+            raise _too_large(most)
+        try:
+            return await within(self._limits.body_seconds, self._received(most))
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._limits.body_seconds:g} s") from None
+
+    async def _received(self, most: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(499, "the client went away before the end of its body")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+            if not message.get("more_body"):
+                return part if len(parts) == 1 else b"".join(parts)
+
+    async def answer(self, status: int, body: dict[str, Any], retry_after: int | None = None) -> None:
+        """Answer with JSON."""
+        encoded = sse.encoded(body)
+        self._started = True
+        if retry_after is None:
+            await within(self._limits.write_seconds, answer_json(self._send, status, encoded))
+            return
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(encoded)).encode()),
+            (b"retry-after", str(retry_after).encode()),
+        ]
+        async with asyncio.timeout(self._limits.write_seconds):
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+            await self._send({"type": "http.response.body", "body": encoded})
+
+    async def refuse(self, dialect: Dialect, error: ApiError) -> None:
+        """Answer with an error; a stream that has begun ends with it."""
+        if self._writer is not None:
+            await self._more(self._writer.fail(error), last=True)
+        elif not self._started and error.status != 499:
+            await self.answer(dialect.status(error), dialect.error(error), error.retry_after)
+
+    async def converse(
+        self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams
+    ) -> None:
+        """Record what was asked and answer it; a client that goes away ends it, and nothing is recorded.
+
+        Raises:
+            ApiError: Nothing was answered, with this reason.
+            TurnwiseError: As the session's.
+        """
+        departure = _Departure(self._receive, self.task)
+        try:
+            if request.stream:
+                await self._stream(entry, dialect, request, params)
+            else:
+                await self._whole(entry, dialect, request, params)
+        except asyncio.CancelledError:
+            # Somebody else may have cancelled this too.
+            if not departure.seen or self.task.uncancel():
+                raise
+        finally:
+            departure.close()
+
+    async def _whole(
+        self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams
+    ) -> None:
+        session, reader = entry.session, entry.reader
+        if request.n == 1:
+            answers = [await ask(session, reader, request, params)]
+        else:
+            async with _Group() as group:
+                tasks = [group.start(ask(session, reader, request, each)) for each in _seeded(params, request.n)]
+                answers = list(await asyncio.gather(*tasks))
+        entry.note_outcome(None)
+        await self.answer(200, dialect.respond(request, answers))
+
+    # -- streams
+
+    async def _stream(
+        self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams
+    ) -> None:
+        writer = dialect.writer(request)
+        queue: asyncio.Queue[_Event] = asyncio.Queue()
+        async with _Group() as group:
+            for index, each in enumerate(_seeded(params, request.n)):
+                group.start(_produce(queue, index, entry, request, each))
+            waiting = await self._first(queue)
+            await self._begin(writer)
+            async for events in self._batches(queue, waiting, request.n):
+                written = [_written(writer, index, event) for index, event in events]
+                await self._more(b"".join(written) if events else writer.alive())
+                if any(isinstance(event, ApiError) for _, event in events):
+                    await self._more(b"", last=True)
+                    return
+        await self._more(writer.end(), last=True)
+
+    async def _first(self, queue: asyncio.Queue[_Event]) -> list[_Event]:
+        """Wait a moment for the first sign of an answer: an error is then answered with a status of its own.
+
+        Raises:
+            ApiError: The answer failed at once.
+        """
+        waiting: list[_Event] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.first_seconds):
+                while not waiting or waiting[-1][1] is None:
+                    waiting.append(await queue.get())
+        for _, event in waiting:
+            if isinstance(event, ApiError):
+                raise event
+        return waiting
+
+    async def _batches(
+        self, queue: asyncio.Queue[_Event], waiting: list[_Event], count: int
+    ) -> AsyncIterator[list[_Event]]:
+        """Yield what there is to write, as much at once as there is; an empty list after a silence."""
+        left = count
+        while True:
+            events = waiting
+            if not events:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._limits.alive_seconds):
+                        events = [await queue.get()]
+            while events and not queue.empty():
+                events.append(queue.get_nowait())
+            left -= sum(isinstance(event, Answer) for _, event in events)
+            yield events
+            if left <= 0:
+                return
+            waiting = []
+
+    async def _begin(self, writer: StreamWriter) -> None:
+        first = writer.begin()
+        self._started = True
+        start = {"type": "http.response.start", "status": 200, "headers": sse.HEADERS}
+        await within(self._limits.write_seconds, self._sent(start))
+        self._writer = writer
+        await self._more(first)
+
+    async def _more(self, data: bytes, *, last: bool = False) -> None:
+        if not data and not last:
+            return
+        # A client that takes nothing is as good as gone: it is told nothing more.
+        writer, self._writer = self._writer, None
+        body = {"type": "http.response.body", "body": data, "more_body": not last}
+        await within(self._limits.write_seconds, self._sent(body))
+        self._writer = None if last else writer
+
+    async def _sent(self, message: dict[str, Any]) -> None:
+        await self._send(message)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes", code="request_too_large")
+
+
+def _written(writer: StreamWriter, index: int, event: Said | Answer | ApiError | None) -> bytes:
+    if isinstance(event, Said):
+        say = writer.text if event.kind == "text" else writer.thoughts
+        return say(index, event.text)
+    if isinstance(event, Answer):
+        return writer.finish(index, event)
+    return writer.fail(event) if event is not None else b""
+
+
+async def _produce(
+    queue: asyncio.Queue[_Event], index: int, entry: GatewaySession, request: ChatRequest, params: SamplingParams
+) -> None:
+    try:
+        async with contextlib.aclosing(follow(entry.session, entry.reader, request, params)) as items:
+            async for item in items:
+                queue.put_nowait((index, item if isinstance(item, (Said, Answer)) else None))
+        entry.note_outcome(None)
+    except TurnwiseError as error:
+        entry.note_outcome(error)
+        queue.put_nowait((index, api_error(error, request.guide_field)))
+    except RecursionError:
+        queue.put_nowait((index, too_deep()))
+    except Exception as error:  # noqa: BLE001 - the boundary of a request: who waits for the stream must see its end
+        _log.exception("a request of session %s failed", entry.id)
+        queue.put_nowait((index, ApiError(500, f"{type(error).__name__}: {error}", code="server_error")))
+
+
+def _seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Return the parameters of each of several answers: the same seed would give the same answer."""
+    if params.seed is None or count == 1:
+        return [params] * count
+    return [replace(params, seed=params.seed + index) for index in range(count)]
+
+
+class _Departure:
+    """Cancels a task when its client goes away.
+
+    Args:
+        receive: Of ASGI; the request's body was received.
+        task: Answers the request.
+
+    Attributes:
+        seen: Whether the client went away, and the task was cancelled for it.
+    """
+
+    __slots__ = ("_receive", "_task", "_timer", "_watch", "seen")
+
+    def __init__(self, receive: Receive, task: asyncio.Task[Any]) -> None:
+        self.seen = False
+        self._receive = receive
+        self._task = task
+        self._watch: asyncio.Task[None] | None = None
+        # Most answers that cost nothing are there before anybody could go away.
+        self._timer = task.get_loop().call_later(_WATCH_AFTER, self._begin)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._timer.cancel()
+        # A cancelled task keeps its frames, and those this object: without this it would be a cycle.
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+
+    def _begin(self) -> None:
+        self._watch = asyncio.ensure_future(self._wait())
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.seen = True
+        self._task.cancel()
+
+
+class _Group:
+    """Tasks that do not outlive the block that started them."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> _Group:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task."""
+        task = asyncio.ensure_future(work)
+        self._tasks.append(task)
+        return task

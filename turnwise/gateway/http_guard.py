@@ -1,0 +1,222 @@
+"""What connections may cost a server before they have asked for anything.
+
+A connection that says nothing, or half a head, is closed after a while, and so is one whose client takes nothing of
+what it is told. One connection more than there may be takes the
+place of the one that has waited longest for its client to ask for anything; that of an open request is never taken. A
+request whose head arrives at once costs a few comparisons and look-ups more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any, ClassVar, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_FILES_KEPT = 256
+"""File descriptors that are left to everything but clients' connections."""
+_MOST_WAITING = 32
+"""How many requests may wait on a connection for the one before them. Clients of today send none before its answer."""
+_TOO_LARGE = (431, "Request Header Fields Too Large", "the head of the request has more than {bytes} bytes")
+_TOO_LATE = (408, "Request Timeout", "the head of the request did not arrive within {seconds:g} s")
+_TOO_MANY = (503, "Service Unavailable", "{most} connections are open, which is the limit")
+
+
+def guarded(
+    connections: int, head_bytes: int, head_seconds: float, write_seconds: float = 60.0
+) -> type[asyncio.Protocol]:
+    """Return a protocol class for ``uvicorn.Config(http=...)``; one class limits the connections of one server.
+
+    Args:
+        connections: Most connections; there are fewer where the process may not open as many files.
+        head_bytes: Most bytes of the head of a request.
+        head_seconds: Seconds in which a head must have arrived, from its first byte on; the first one of a connection,
+            from its opening.
+        write_seconds: Seconds that a client may take to accept what waits for it.
+    """
+    shared = {
+        "seconds": head_seconds,
+        "write_seconds": write_seconds,
+        "most_bytes": head_bytes,
+        "most": _room(connections),
+        "silent": {},
+        "idle": {},
+    }
+    return cast("type[asyncio.Protocol]", type("Guarded", (_Guarded,), shared))
+
+
+class _Refused(Exception):
+    """Ends the parser's work on a head."""
+
+
+class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
+    """One connection. What is shared by those of a server stands in the class that :func:`guarded` makes."""
+
+    seconds: ClassVar[float]
+    write_seconds: ClassVar[float]
+    most_bytes: ClassVar[int]
+    most: ClassVar[int]
+    # Those without a request, the one that has waited longest first: nothing was answered yet, or something was.
+    silent: ClassVar[dict[Any, None]]
+    idle: ClassVar[dict[Any, None]]
+
+    _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+    # The request that is answered; those behind it wait in ``pipeline``, and the last one of them is ``cycle``.
+    _answered: Any = None
+    _in_head = False
+    # Bytes of a head in the pieces that came behind its first one, and all bytes of the piece that is read now.
+    _fed = 0
+    _size = 0
+    _refusal: tuple[int, str, str] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            oldest = next(iter(self.silent), None) or next(iter(self.idle), None)
+            if oldest is None:
+                self._refuse(_TOO_MANY)
+                return
+            oldest.leave()
+        self.silent[self] = None
+        self._late = self.loop.call_later(self.seconds, self._check_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        self._unstall()
+        super().connection_lost(exc)
+        answered, self._answered = self._answered, None
+        if answered is not None and answered is not self.cycle and not answered.response_complete:
+            # uvicorn tells only the last request that came in.
+            answered.disconnected = True
+            answered.message_event.set()
+        self.pipeline.clear()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._unstall()
+
+    def leave(self) -> None:
+        """Close, for the sake of another connection."""
+        self._forget()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._fed = self._fed + len(data) if self._in_head else 0
+        self._size = len(data)
+        super().data_received(data)
+        cycle = self.cycle
+        if (self._in_head or cycle is None or cycle.response_complete) and not self.transport.is_closing():
+            self._wait_for_head()
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._fed > self.most_bytes or self._size > self.most_bytes:
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if size > self.most_bytes:
+                self._refusal = _TOO_LARGE
+                raise _Refused
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+            self.silent.pop(self, None)
+        self.idle.pop(self, None)
+        if len(self.pipeline) >= _MOST_WAITING:
+            # What is written now would stand in the middle of another answer.
+            self.leave()
+            raise _Refused
+        super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
+
+    def on_response_complete(self) -> None:
+        self._answered = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._stall()
+        elif self._answered is None:
+            self.idle[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser refused."""
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+        elif not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def _wait_for_head(self) -> None:
+        """See to what came and is not all of a head."""
+        if self._in_head and self._fed > self.most_bytes:
+            self._refuse(_TOO_LARGE)
+        elif self._late is None:
+            if self.idle.pop(self, self) is None:
+                self.silent[self] = None
+            self._late = self.loop.call_later(self.seconds, self._check_head)
+
+    def _check_head(self) -> None:
+        self._late = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The request before it is answered first.
+            self._late = self.loop.call_later(self.seconds, self._check_head)
+        elif self._in_head:
+            self._refuse(_TOO_LATE)
+        else:
+            # It asked for nothing: an answer could be taken for that to its next request.
+            self._forget()
+            self._close()
+
+    def _refuse(self, refusal: tuple[int, str, str]) -> None:
+        self._forget()
+        if self.transport.is_closing():
+            return
+        status, phrase, message = refusal
+        told = message.format(bytes=self.most_bytes, seconds=self.seconds, most=self.most)
+        body = f'{{"error":{{"message":"{told}","type":"invalid_request_error"}}}}'
+        self.transport.write(
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"retry-after: 1\r\nconnection: close\r\n\r\n{body}".encode()
+        )
+        self._close()
+
+    def _close(self) -> None:
+        """Close once the client has taken what it was told, which it must do in time."""
+        self.transport.close()
+        self._stall()
+
+    def _stall(self) -> None:
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def _unstall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _forget(self) -> None:
+        self.silent.pop(self, None)
+        self.idle.pop(self, None)
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def _room(connections: int) -> int:
+    """Return how many connections this process can hold of those wanted, once it may open as many files as allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # To each connection belongs at most one to a server of models.
+    wanted = 2 * connections + _FILES_KEPT
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, (soft - _FILES_KEPT) // 2))

@@ -1,0 +1,350 @@
+"""What a hosted endpoint answered, for the record: whole, or put together from the events of a stream."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from turnwise.errors import BudgetSpent, InferenceError, TurnwiseError
+from turnwise.gateway.errors import ApiError
+from turnwise.gateway.proxy.request import read_said
+from turnwise.gateway.proxy.session import Usage
+from turnwise.model.canonical import clean
+from turnwise.types import Message, StopReason
+
+_TEXTS = ("content", "reasoning_content", "refusal")
+# Statuses of an endpoint that are no fault of what it was asked.
+_FAILURES = {401, 403, 404, 408, 409, 425, 429}
+_OVERFLOW = ("prompt is too long", "maximum context length", "context_length_exceeded")
+_SHOWN = 300
+_DELTAS = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "input_json_delta": "partial_json",
+}
+_FINISHED = ("response.completed", "response.incomplete")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One answer.
+
+    Attributes:
+        message: The assistant message, its calls with the ids of the endpoint.
+        cut: Whether a length limit cut it.
+        read: Whether it could be read; else its text is the answer as it came.
+    """
+
+    message: Message
+    cut: bool = False
+    read: bool = True
+
+
+class AnswerReader(ABC):
+    """Reads one answer of one API.
+
+    Attributes:
+        ended: Whether the mark of its end was seen: nothing follows it.
+        usage: What it used, where it was told so far.
+        model: Who says that it answered.
+        response_id: The id of a response.
+        items: The items of a response.
+    """
+
+    dialect = ""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.usage: Usage | None = None
+        self.model = ""
+        self.response_id = ""
+        self.items: list[dict[str, Any]] = []
+        self._rest: list[bytes] = []
+
+    def feed(self, data: bytes) -> None:
+        """Read more of a stream of events."""
+        *lines, rest = data.split(b"\n")
+        if lines:
+            # A line may be many pieces long (an image): they are put together once.
+            lines[0] = b"".join([*self._rest, lines[0]])
+            self._rest.clear()
+        self._rest.append(rest)
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data(line[5:].strip())
+
+    @abstractmethod
+    def whole(self, body: Mapping[str, Any]) -> list[Said]:
+        """Return the answers of a body that was not streamed. Raises where it cannot be read."""
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether all that the endpoint says was seen, of the answers that began."""
+
+    @abstractmethod
+    def said(self) -> list[Said]:
+        """Return the answers of a stream that is complete."""
+
+    @abstractmethod
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Read one event."""
+
+    def read_whole(self, raw: bytes) -> list[Said]:
+        """Return the answers of a body that was not streamed; one that cannot be read is its own text.
+
+        None are returned where the endpoint says that it failed.
+        """
+        try:
+            body = orjson.loads(raw)
+            if isinstance(body, Mapping):
+                self._named(body)
+                return [] if body.get("error") else self.whole(body)
+        except _UNREADABLE:
+            pass
+        return [Said({"role": "assistant", "content": raw.decode("utf-8", "replace")}, read=False)]
+
+    def _data(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.ended = True
+            return
+        try:
+            event = orjson.loads(data)
+            if isinstance(event, Mapping):
+                self.event(event)
+        except _UNREADABLE:
+            return
+
+    def _named(self, body: Mapping[str, Any]) -> None:
+        model = body.get("model")
+        if isinstance(model, str) and model:
+            self.model = clean(model[:_SHOWN])
+
+    def _message(self, parts: Any, *, cut: bool) -> Said:
+        try:
+            return Said(read_said(self.dialect, parts), cut)
+        except _UNREADABLE:
+            told = json.dumps(parts, ensure_ascii=False, default=str)
+            return Said({"role": "assistant", "content": told}, cut, read=False)
+
+
+_UNREADABLE = (ApiError, AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
+
+
+def failure_of(status: int, raw: bytes) -> TurnwiseError | None:
+    """Return what an answer with an error means for an episode; None where the request itself was wrong.
+
+    Args:
+        status: The endpoint's.
+        raw: What it said, without its key.
+    """
+    told = raw.decode("utf-8", "replace")
+    if status in _FAILURES or status >= 500:
+        # What is said of a key that is refused quotes parts of it.
+        why = "refused the key (401)" if status == 401 else f"answered {status}: {told[:_SHOWN]}"
+        return InferenceError(f"the hosted endpoint {why}")
+    if any(word in told for word in _OVERFLOW):
+        return BudgetSpent(StopReason.CONTEXT_OVERFLOW, told[:_SHOWN])
+    return None
+
+
+def answer_reader(dialect: str) -> AnswerReader:
+    """Return what reads an answer of an API."""
+    kinds: dict[str, type[AnswerReader]] = {
+        "openai_chat": _Chat,
+        "openai_responses": _Responses,
+        "anthropic": _Anthropic,
+    }
+    return kinds[dialect]()
+
+
+def _count(usage: Mapping[str, Any], key: str) -> int:
+    value = usage.get(key)
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+class _Chat(AnswerReader):
+    dialect = "openai_chat"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    @property
+    def complete(self) -> bool:
+        reasons = [choice["finish_reason"] for choice in self._choices.values()]
+        return bool(reasons) and all(reason and reason != "error" for reason in reasons)
+
+    def whole(self, body: Mapping[str, Any]) -> list[Said]:
+        self._used(body)
+        return [self._message(each["message"], cut=each.get("finish_reason") == "length") for each in body["choices"]]
+
+    def said(self) -> list[Said]:
+        choices = [_joined(choice) for _, choice in sorted(self._choices.items())]
+        return [self._message(choice, cut=choice["finish_reason"] == "length") for choice in choices]
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._named(event)
+        self._used(event)
+        for each in event.get("choices") or ():
+            blank: dict[str, Any] = {key: [] for key in _TEXTS}
+            blank |= {"tool_calls": [], "finish_reason": None}
+            choice = self._choices.setdefault(each.get("index") or 0, blank)
+            delta = each.get("delta") or {}
+            choice["finish_reason"] = each.get("finish_reason") or choice["finish_reason"]
+            choice["content"].append(_text(delta.get("content")))
+            choice["refusal"].append(_text(delta.get("refusal")))
+            choice["reasoning_content"].append(_text(delta.get("reasoning_content") or delta.get("reasoning")))
+            for call in delta.get("tool_calls") or ():
+                _add_call(choice["tool_calls"], call)
+
+    def _used(self, body: Mapping[str, Any]) -> None:
+        usage = body.get("usage")
+        if isinstance(usage, Mapping):
+            cached = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+            self.usage = Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), cached)
+
+
+def _joined(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice with its texts in one piece; putting each piece to the others would take quadratic time."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": "".join(call["function"]["arguments"])}}
+        for call in choice["tool_calls"]
+    ]
+    return {**choice, **{key: "".join(choice[key]) for key in _TEXTS}, "tool_calls": calls}
+
+
+def _text(value: Any) -> str:
+    """Return a piece of text; some endpoints send it as parts."""
+    if isinstance(value, list):
+        return "".join(str(part.get("text") or "") for part in value if isinstance(part, Mapping))
+    return value if isinstance(value, str) else ""
+
+
+def _add_call(calls: list[dict[str, Any]], piece: Mapping[str, Any]) -> None:
+    """Add a piece of a call to the call of its index; one without an index begins where it brings an id."""
+    index = piece.get("index")
+    known = next((call for call in calls if call["index"] == index), None) if index is not None else None
+    if index is None and calls and not piece.get("id"):
+        known = calls[-1]
+    if known is None:
+        known = {"index": len(calls) if index is None else index, "id": "", "function": {"name": "", "arguments": []}}
+        calls.append(known)
+    function = piece.get("function") or {}
+    known["id"] = piece.get("id") or known["id"]
+    known["function"]["name"] = known["function"]["name"] or function.get("name") or ""
+    arguments = function.get("arguments") or ""
+    known["function"]["arguments"].append(arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+class _Responses(AnswerReader):
+    dialect = "openai_responses"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: dict[int, dict[str, Any]] = {}
+        self._response: Mapping[str, Any] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self._response is not None
+
+    def whole(self, body: Mapping[str, Any]) -> list[Said]:
+        usage = body.get("usage")
+        if isinstance(usage, Mapping):
+            cached = _count(usage.get("input_tokens_details") or {}, "cached_tokens")
+            self.usage = Usage(_count(usage, "input_tokens"), _count(usage, "output_tokens"), cached)
+        if body.get("status") in ("failed", "cancelled", "queued", "in_progress"):
+            return []
+        self.response_id = str(body.get("id") or "")
+        self.items = [dict(item) for item in body["output"] or [self._done[place] for place in sorted(self._done)]]
+        why = (body.get("incomplete_details") or {}).get("reason")
+        return [self._message(self.items, cut=why == "max_output_tokens")]
+
+    def said(self) -> list[Said]:
+        return self.whole(self._response or {})
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("type")
+        if kind == "response.output_item.done":
+            self._done[event.get("output_index", len(self._done))] = dict(event["item"])
+        elif kind in _FINISHED:
+            self._response, self.ended = {"output": [], **event["response"]}, True
+            self._named(self._response)
+
+
+class _Anthropic(AnswerReader):
+    dialect = "anthropic"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks: dict[int, dict[str, Any]] = {}
+        self._stop_reason: str | None = None
+        self._counts: dict[str, Any] = {}
+
+    @property
+    def complete(self) -> bool:
+        return self._stop_reason is not None
+
+    def whole(self, body: Mapping[str, Any]) -> list[Said]:
+        self._used(body)
+        return [self._message(body["content"], cut=_is_cut(body.get("stop_reason")))]
+
+    def said(self) -> list[Said]:
+        blocks = [_finished(self._blocks[index]) for index in sorted(self._blocks)]
+        return [self._message(blocks, cut=_is_cut(self._stop_reason))]
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("type")
+        if kind == "message_start":
+            self._named(event["message"])
+            self._used(event["message"])
+        elif kind == "content_block_start":
+            self._blocks[event["index"]] = {**event["content_block"], "_pieces": {}}
+        elif kind == "content_block_delta":
+            _add_delta(self._blocks[event["index"]], event["delta"])
+        elif kind == "message_delta":
+            self._used(event)
+            self._stop_reason = event["delta"].get("stop_reason") or self._stop_reason
+        elif kind == "message_stop":
+            self.ended = True
+
+    def _used(self, body: Mapping[str, Any]) -> None:
+        told = body.get("usage")
+        if isinstance(told, Mapping):
+            # What a later event does not repeat stays as it was told first.
+            self._counts |= {key: value for key, value in told.items() if value is not None}
+            cached = _count(self._counts, "cache_read_input_tokens")
+            prompt = _count(self._counts, "input_tokens") + _count(self._counts, "cache_creation_input_tokens") + cached
+            self.usage = Usage(prompt, _count(self._counts, "output_tokens"), cached)
+
+
+def _is_cut(stop_reason: Any) -> bool:
+    return stop_reason in ("max_tokens", "model_context_window_exceeded")
+
+
+def _add_delta(block: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    kind = delta.get("type")
+    key = _DELTAS.get(kind) if isinstance(kind, str) else None
+    if key is not None and isinstance(delta[key], str):
+        block["_pieces"].setdefault(key, []).append(delta[key])
+
+
+def _finished(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a block with what its deltas held."""
+    pieces = {key: "".join(parts) for key, parts in block["_pieces"].items()}
+    written = pieces.pop("partial_json", "")
+    block = {key: value for key, value in block.items() if key != "_pieces"}
+    block |= {key: _text(block.get(key)) + text for key, text in pieces.items()}
+    if not written:
+        return block
+    try:
+        return {**block, "input": json.loads(written)}
+    except (ValueError, RecursionError):
+        return {**block, "input": written}

@@ -1,0 +1,284 @@
+"""The gateway in front of a hosted endpoint: requests are passed on as they came, and what is said is recorded.
+
+What the endpoint says is recorded before its last piece is passed on, so that an agent's next request finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import aiohttp
+
+from turnwise.errors import BudgetSpent, InferenceError, SessionError
+from turnwise.gateway.app import GatewayApp, read_json
+from turnwise.gateway.config import GatewayLimits
+from turnwise.gateway.dialects.core import Dialect, not_found
+from turnwise.gateway.errors import ApiError
+from turnwise.gateway.exchange import Exchange
+from turnwise.gateway.proxy.answer import Said, answer_reader, failure_of
+from turnwise.gateway.proxy.endpoint import Endpoint
+from turnwise.gateway.proxy.request import Asked, read_asked, unread
+from turnwise.gateway.proxy.session import TextSession, Usage
+from turnwise.gateway.sessions import GatewaySession, Sessions
+from turnwise.inference.http_process import Receive, Scope, Send
+from turnwise.recorder.session import Placed
+from turnwise.types import Message, text_of
+
+_log = logging.getLogger(__name__)
+_MODELS = re.compile(r"models(?:/(?!\.{1,2}(?:/|\Z))[\w.:@+-]+)*\Z", re.ASCII)
+_MOST_ITEMS = 10_000
+_SHOWN = 300
+
+
+class HostedExchange(Exchange):
+    """A request that is passed on, and its answer."""
+
+    __slots__ = ("_scope",)
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits) -> None:
+        super().__init__(scope, receive, send, limits)
+        self._scope = scope
+
+    @property
+    def all_headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """The headers as they came."""
+        return cast("Sequence[tuple[bytes, bytes]]", self._scope["headers"])
+
+    @property
+    def query(self) -> bytes:
+        """What stands behind the question mark."""
+        return bytes(self._scope.get("query_string", b""))
+
+    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the head of an answer."""
+        self._started = True
+        async with asyncio.timeout(self._limits.write_seconds):
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def more(self, data: bytes, *, last: bool = False) -> None:
+        """Send a piece of an answer."""
+        if not data and not last:
+            return
+        async with asyncio.timeout(self._limits.write_seconds):
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def watched(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something until it is done or the client goes away, which cancels it."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+            gone.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+        if not task.cancelled():
+            task.result()
+
+    async def _left(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+class _Turn:
+    """A request that is being answered, and what becomes of it."""
+
+    def __init__(self, entry: GatewaySession, dialect: str, body: Mapping[str, Any], asked: Asked) -> None:
+        assert isinstance(entry.session, TextSession)
+        self.reader = answer_reader(dialect)
+        self._session = entry.session
+        self._entry = entry
+        self._stored = body.get("store") is not False
+        self._asked, self._placed = _placed(entry.session, body, asked)
+        self._closed = False
+
+    def commit(self, said: Sequence[Said]) -> None:
+        """Record answers; the first one brings what all of them used."""
+        self._closed = True
+        asked, usage = self._asked, self.reader.usage
+        if not asked.read:
+            self._session.count("unread_requests")
+        for number, each in enumerate(said):
+            place = self._placed[min(number, len(self._placed) - 1)]
+            message = _behind(asked.prefill, each.message)
+            if not each.read:
+                self._session.count("unread_answers")
+            told = usage if number == 0 or usage is None else Usage(0, 0)
+            self._session.commit(place, message, cut=each.cut, usage=told, sampling=asked.sampling)
+            if self.reader.model:
+                self._session.count(f"answered_by/{self.reader.model}")
+            self._keep(message)
+        self._session.withdraw(self._placed[len(said) :])
+        if said:
+            self._entry.note_outcome(None)
+            self._entry.turn_metrics = self._session.turn_metrics
+
+    def close(self) -> None:
+        """Record what was said whole, although its end did not come; else take the request back."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.reader.complete:
+            self.commit(self.reader.said())
+        else:
+            self._session.withdraw(self._placed)
+
+    def fail(self, why: str) -> None:
+        """Note that the endpoint failed."""
+        self._session.fail(InferenceError(f"the hosted endpoint {why}"))
+
+    def refused(self, status: int, raw: bytes) -> None:
+        """Note that the endpoint answered with an error."""
+        failure = failure_of(status, raw)
+        if isinstance(failure, BudgetSpent):
+            self._entry.note_outcome(failure)
+        elif failure is not None:
+            self._session.fail(failure)
+
+    def _keep(self, message: Message) -> None:
+        reader, asked = self.reader, self._asked
+        if reader.response_id and self._stored and asked.read:
+            self._entry.conversations.keep(reader.response_id, asked.previous, [*asked.new, message])
+            items = self._session.items
+            items.update((str(item["id"]), item) for item in reader.items if item.get("id"))
+            while len(items) > _MOST_ITEMS:
+                del items[next(iter(items))]
+
+
+def _placed(session: TextSession, body: Mapping[str, Any], asked: Asked) -> tuple[Asked, list[Placed]]:
+    """Find where a request goes on; one that cannot be compared with others stands for itself."""
+    try:
+        return asked, _place(session, asked)
+    except SessionError:
+        told = unread(body)
+        return told, _place(session, told)
+
+
+def _place(session: TextSession, asked: Asked) -> list[Placed]:
+    placed: list[Placed] = []
+    try:
+        while len(placed) < asked.n:
+            placed.append(session.place(asked.messages, asked.tools))
+    except BaseException:  # all or none of the turns are placed
+        session.withdraw(placed)
+        raise
+    return placed
+
+
+def _behind(prefill: str, message: Message) -> Message:
+    """Return an answer together with the beginning of it that the agent wrote."""
+    return {**message, "content": prefill + text_of(message)} if prefill else message
+
+
+class HostedApp(GatewayApp):
+    """The ASGI application in front of a hosted endpoint.
+
+    Args:
+        sessions: All sessions; they are recorded as text.
+        admin_key: What controllers send.
+        endpoint: The endpoint.
+    """
+
+    exchange: ClassVar[type[Exchange]] = HostedExchange
+
+    def __init__(self, sessions: Sessions, *, admin_key: str, endpoint: Endpoint) -> None:
+        super().__init__(sessions, admin_key=admin_key, model="", context_length=2**53)
+        self._endpoint = endpoint
+
+    async def _route(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        short = route.removeprefix("v1/")
+        if exchange.method in ("GET", "HEAD") and short.startswith("models"):
+            if not _MODELS.match(short):
+                raise not_found(f"{exchange.method} /{short} is no route of a session")
+            await self._admit(exchange, entry, dialect, short)
+            return
+        if exchange.method in ("GET", "HEAD") and short in ("", "v1"):
+            await exchange.answer(200, {"object": "gateway", "recorded": "text"})
+            return
+        await super()._route(exchange, entry, dialect, route)
+
+    async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
+        assert isinstance(exchange, HostedExchange)
+        if exchange.method != "POST":
+            await exchange.watched(self._pass_on(exchange, entry, dialect, route, b"", None))
+            return
+        raw = await exchange.body()
+        body = read_json(raw)
+        data = self._endpoint.body(raw, body)
+        if route == "messages/count_tokens":
+            await exchange.watched(self._pass_on(exchange, entry, dialect, route, data, None))
+            return
+        assert isinstance(entry.session, TextSession)
+        asked = read_asked(dialect.name, body, entry.conversations, entry.session.items)
+        turn = _Turn(entry, dialect.name, body, asked)
+        try:
+            await exchange.watched(self._pass_on(exchange, entry, dialect, route, data, turn))
+        finally:
+            turn.close()
+
+    async def _pass_on(
+        self,
+        exchange: HostedExchange,
+        entry: GatewaySession,
+        dialect: Dialect,
+        route: str,
+        data: bytes,
+        turn: _Turn | None,
+    ) -> None:
+        """Ask the endpoint and pass its answer on."""
+        anthropic = dialect.name == "anthropic"
+        headers = self._endpoint.headers(exchange.all_headers, anthropic=anthropic, token=entry.token)
+        asking = self._endpoint.asked(exchange.method, route, exchange.query, headers, data, token=entry.token)
+        try:
+            async with asking as answer:
+                if answer.status == 200 and answer.content_type == "text/event-stream" and turn is not None:
+                    await self._stream(exchange, answer, turn)
+                else:
+                    await self._whole(exchange, answer, turn)
+        except ApiError as error:
+            if turn is not None and error.status >= 500:
+                turn.fail(error.message)
+            raise
+        except aiohttp.ClientError as error:
+            _log.warning("session %s: the hosted endpoint broke off an answer (%s)", entry.id, type(error).__name__)
+            if turn is not None:
+                turn.fail(f"broke off an answer ({type(error).__name__})")
+            # What began stays without its end; what did not can be told.
+            raise ApiError(502, "the hosted endpoint broke off its answer", code="server_error") from None
+
+    async def _whole(self, exchange: HostedExchange, answer: aiohttp.ClientResponse, turn: _Turn | None) -> None:
+        raw = self._endpoint.hidden(await answer.read())
+        if answer.status != 200:
+            _log.warning("the hosted endpoint answered %d to %s", answer.status, answer.url.path)
+        if turn is not None and answer.status != 200:
+            turn.refused(answer.status, raw)
+        elif turn is not None:
+            said = turn.reader.read_whole(raw)
+            if not said:
+                turn.fail(f"answered no message: {raw.decode('utf-8', 'replace')[:_SHOWN]}")
+            turn.commit(said)
+        if answer.status == 401:
+            # It quotes parts of a key that no agent knows.
+            raise ApiError(401, "the hosted endpoint refused the gateway's key", code="invalid_api_key")
+        headers = self._endpoint.returned(answer)
+        await exchange.begin(answer.status, [*headers, (b"content-length", str(len(raw)).encode())])
+        await exchange.more(b"" if exchange.method == "HEAD" else raw, last=True)
+
+    async def _stream(self, exchange: HostedExchange, answer: aiohttp.ClientResponse, turn: _Turn) -> None:
+        reader, veil = turn.reader, self._endpoint.veil()
+        await exchange.begin(answer.status, self._endpoint.returned(answer))
+        async for piece in answer.content.iter_any():
+            shown = veil.feed(piece)
+            reader.feed(shown)
+            if reader.ended:
+                turn.close()
+            await exchange.more(shown)
+        rest = veil.end()
+        reader.feed(rest)
+        if not reader.complete:
+            turn.fail("ended a stream without its end")
+        turn.close()
+        await exchange.more(rest, last=True)

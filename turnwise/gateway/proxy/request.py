@@ -1,0 +1,297 @@
+"""What a request to a hosted endpoint says, for the record: its conversation and its tools.
+
+Messages are read by the dialects of the gateway, so that they mean the same here as in front of a model of one's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from turnwise.errors import SessionError
+from turnwise.gateway.dialects.anthropic import read_request as read_anthropic
+from turnwise.gateway.dialects.core import Abilities
+from turnwise.gateway.dialects.openai_chat import read_message
+from turnwise.gateway.dialects.responses_request import Conversations, Reader
+from turnwise.gateway.errors import ApiError, unsupported
+from turnwise.model.canonical import canonical_arguments, canonical_value, clean
+from turnwise.types import Message, ToolCall, ToolSchema, text_of
+
+_TEXT = {"text", "input_text", "output_text"}
+# Blocks of Anthropic's messages that its dialect reads.
+_BLOCKS = {"text", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference"}
+_ANY = Abilities()
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_MOST_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks, as it is recorded.
+
+    Attributes:
+        messages: The conversation.
+        tools: What is offered.
+        prefill: Text of the assistant that the answer goes on from.
+        n: How many answers.
+        sampling: The numbers that it is sampled with, as far as the request names them.
+        previous: The response that it goes on from.
+        new: The messages that it adds to the conversation of that response.
+        read: Whether the conversation could be read.
+    """
+
+    messages: list[Message]
+    tools: tuple[ToolSchema, ...] = ()
+    prefill: str = ""
+    n: int = 1
+    sampling: dict[str, float] = field(default_factory=dict)
+    previous: str | None = None
+    new: Sequence[Message] = ()
+    read: bool = True
+
+
+def read_asked(
+    dialect: str, body: Mapping[str, Any], conversations: Conversations, items: Mapping[str, Mapping[str, Any]]
+) -> Asked:
+    """Return what a body asks.
+
+    Args:
+        dialect: Name of the API.
+        body: The body.
+        conversations: Of the session's Responses.
+        items: Their items, by id.
+
+    Raises:
+        ApiError: It goes on from what this session did not record, or is answered in a way that nobody could record.
+    """
+    sampling = _sampling(body)
+    tools = tuple(_tools(body.get("tools")))
+    try:
+        if dialect == "openai_responses":
+            return _responses(body, conversations, items, tools, sampling)
+        messages = _chat(body) if dialect == "openai_chat" else _anthropic(body)
+    except (_Refused, SessionError) as error:
+        if isinstance(error, _Refused):
+            raise error.told from None
+        return unread(body)
+    except (ApiError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return unread(body)
+    n = body.get("n")
+    count = n if type(n) is int and 1 <= n <= _MOST_CHOICES and dialect == "openai_chat" else 1
+    messages, prefill = _without_prefill(messages)
+    return Asked(messages, tools, prefill, count, sampling)
+
+
+def read_said(dialect: str, parts: Any) -> Message:
+    """Return the assistant message that an answer holds, its calls with the ids of the endpoint.
+
+    Args:
+        dialect: Name of the API.
+        parts: A message of Chat Completions, the items of a response, or the blocks of a message of Anthropic's.
+
+    Raises:
+        ApiError: It cannot be read.
+    """
+    if dialect == "openai_chat":
+        found: list[Message] = [read_message(_chat_message({**parts, "role": "assistant"}), "message", _ANY)]
+    elif dialect == "openai_responses":
+        # Without their ids: in a history those tell one turn from another, and these are one.
+        found = _read_items([{**part, "id": None} for part in parts if isinstance(part, Mapping)])
+    else:
+        asked = {"role": "user", "content": "-"}
+        said = {"role": "assistant", "content": [_block(part) for part in parts]}
+        found = read_anthropic({"messages": [asked, said]}, _ANY).messages[1:]
+    text, thoughts = "", ""
+    calls: list[ToolCall] = []
+    for message in found:
+        text += text_of(message)
+        thoughts += message.get("reasoning_content") or ""
+        calls += [_call(cast("Mapping[str, Any]", call)) for call in message.get("tool_calls") or ()]
+    told: Message = {"role": "assistant", "content": text}
+    if thoughts:
+        told["reasoning_content"] = thoughts
+    if calls:
+        told["tool_calls"] = calls
+    return told
+
+
+class _Refused(Exception):
+    """A request that must not be sent, because what it leads to could not be recorded."""
+
+    def __init__(self, told: ApiError) -> None:
+        super().__init__(told.message)
+        self.told = told
+
+
+def _call(call: Mapping[str, Any]) -> ToolCall:
+    """Return a call of an endpoint; one whose arguments are no object is kept as its text."""
+    function = call["function"]
+    source = function["arguments"]
+    raw = source if isinstance(source, str) else ""
+    name = function["name"]
+    _, value = canonical_arguments(source)
+    if value is None:
+        return ToolCall(call["id"], name, {}, raw, "the arguments are not a JSON object")
+    return ToolCall(call["id"], name, value, raw)
+
+
+# Requests
+
+
+def _chat(body: Mapping[str, Any]) -> list[Message]:
+    entries = [_chat_message(entry) for entry in body["messages"]]
+    return [read_message(entry, f"messages[{index}]", _ANY) for index, entry in enumerate(entries)]
+
+
+def _anthropic(body: Mapping[str, Any]) -> list[Message]:
+    entries = [{**entry, "content": _content(entry.get("content"), _block)} for entry in body["messages"]]
+    asked = {"messages": entries, "system": _content(body.get("system"), _block)}
+    return read_anthropic(asked, _ANY).messages
+
+
+def _responses(
+    body: Mapping[str, Any],
+    conversations: Conversations,
+    items: Mapping[str, Mapping[str, Any]],
+    tools: tuple[ToolSchema, ...],
+    sampling: dict[str, float],
+) -> Asked:
+    for key, why in (
+        ("background", "an answer is recorded while its request waits"),
+        ("conversation", "what the endpoint stored is not known here; send the items, or previous_response_id"),
+        ("prompt", "what the endpoint stored is not known here; send instructions and input"),
+    ):
+        if body.get(key):
+            raise _Refused(unsupported(key, why))
+    previous = body.get("previous_response_id") or None
+    try:
+        before = conversations.earlier(str(previous)) if previous is not None else ()
+    except ApiError as error:
+        # Another session's, for all that is known.
+        raise _Refused(error) from None
+    given = body.get("input")
+    new = _read_items([_resolved(item, items) for item in given] if isinstance(given, list) else given)
+    instructions = body.get("instructions")
+    system: list[Message] = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
+    messages, prefill = _without_prefill([*system, *before, *new])
+    return Asked(messages, tools, prefill, 1, sampling, previous, new)
+
+
+def _resolved(item: Any, items: Mapping[str, Mapping[str, Any]]) -> Any:
+    if not isinstance(item, Mapping) or item.get("type") != "item_reference":
+        return item
+    found = items.get(str(item.get("id")))
+    if found is None:
+        raise _Refused(unsupported("input", f"item {str(item.get('id'))[:80]!r} is none that this session was given"))
+    return found
+
+
+def _read_items(value: Any) -> list[Message]:
+    if isinstance(value, list):
+        value = [_item(item) for item in value]
+    return Reader(_ANY, set()).read(value)
+
+
+def _without_prefill(messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """Return a conversation without the assistant message that it ends with, and that message's text."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or len(messages) == 1 or last.get("tool_calls"):
+        return list(messages), ""
+    return list(messages[:-1]), text_of(last)
+
+
+def unread(body: Mapping[str, Any]) -> Asked:
+    """Return a request whose conversation cannot be read: as it was sent, in one message."""
+    told = json.dumps(body, ensure_ascii=False, sort_keys=True)
+    return Asked([{"role": "user", "content": clean(told)}], sampling=_sampling(body), read=False)
+
+
+def _sampling(body: Mapping[str, Any]) -> dict[str, float]:
+    found = {key: float(body[key]) for key in _NUMBERS if _is_number(body.get(key))}
+    limit = next((float(body[key]) for key in _LIMITS if _is_number(body.get(key))), None)
+    return found if limit is None else {**found, "max_tokens": limit}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _tools(entries: Any, namespace: str = "") -> list[ToolSchema]:
+    found: list[ToolSchema] = []
+    for entry in entries if isinstance(entries, list) else ():
+        if not isinstance(entry, Mapping):
+            continue
+        kind = entry.get("type")
+        if kind == "namespace":
+            found += _tools(entry.get("tools"), f"{entry.get('name')}__")
+            continue
+        inner = next((entry[key] for key in ("function", "custom") if isinstance(entry.get(key), Mapping)), entry)
+        schema = inner.get("parameters") or inner.get("input_schema")
+        if not isinstance(schema, dict):
+            # A tool that the endpoint runs or knows: what stands beside its name is all that there is.
+            schema = {key: value for key, value in inner.items() if key not in ("name", "description", "cache_control")}
+        try:
+            canonical_value(schema)
+        except SessionError:
+            schema = {}
+        name, about = inner.get("name") or kind or "", inner.get("description") or ""
+        found.append(ToolSchema(namespace + clean(str(name)), clean(str(about)), schema))
+    return found
+
+
+# Parts
+
+
+def _content(value: Any, part: Callable[[Any], Any]) -> Any:
+    return [part(each) for each in value] if isinstance(value, list) else value
+
+
+def _chat_message(entry: Any) -> dict[str, Any]:
+    message = {**entry, "content": _content(entry.get("content"), _part)}
+    if message.get("role") == "assistant" and not message["content"] and isinstance(entry.get("refusal"), str):
+        message["content"] = entry["refusal"]
+    return message
+
+
+def _item(item: Any) -> Any:
+    if not isinstance(item, Mapping):
+        return item
+    changed = dict(item)
+    for key in ("content", "output"):
+        # The parts of reasoning are texts of another kind; its dialect reads them.
+        if isinstance(item.get(key), list) and item.get("type") != "reasoning":
+            changed[key] = _content(item[key], _part)
+        elif key == "output" and isinstance(item.get(key), Mapping):
+            changed[key] = json.dumps(item[key], ensure_ascii=False, sort_keys=True)
+    return changed
+
+
+def _part(part: Any) -> Any:
+    if not isinstance(part, Mapping) or part.get("type", "text") in _TEXT:
+        return part
+    if part.get("type") == "refusal":
+        return {"type": "text", "text": str(part.get("refusal") or "")}
+    return {"type": "text", "text": _note(part)}
+
+
+def _block(block: Any) -> Any:
+    if not isinstance(block, Mapping):
+        return block
+    kind = block.get("type")
+    if kind == "tool_result":
+        return {**block, "content": _content(block.get("content"), _block)}
+    source = block.get("source")
+    if kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
+        return block
+    return block if kind in _BLOCKS else {"type": "text", "text": _note(block)}
+
+
+def _note(part: Mapping[str, Any]) -> str:
+    """Return what stands for a part that is no text: equal parts have equal notes, wherever the cache marks stand."""
+    meant = {key: value for key, value in part.items() if key != "cache_control"}
+    digest = hashlib.blake2b(json.dumps(meant, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return f"[{part.get('type')} {digest}]"

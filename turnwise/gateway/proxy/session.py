@@ -1,0 +1,390 @@
+"""The recorder where no token is known: a session of a hosted endpoint, recorded as text.
+
+Turns, branches and the reasons of forks are told by the rules of every session. No template stands between the messages
+and the model here, so nothing forks because it could not be rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+
+from turnwise.errors import GuideRefused, InferenceError, SessionError, TurnwiseError
+from turnwise.gateway.errors import unsupported
+from turnwise.gateway.sessions import SETTINGS, SessionSettings
+from turnwise.model.canonical import Canonical, TemplateArguments
+from turnwise.model.core import GuideTags, LLMClient, ModelInfo
+from turnwise.recorder.completion import SessionLimits, room_for
+from turnwise.recorder.history import History
+from turnwise.recorder.matching import EchoPolicy
+from turnwise.recorder.session import Placed, Session
+from turnwise.tools.response import estimated_tokens
+from turnwise.types import Completion, Message, SamplingParams, TokenIds, ToolCall, ToolSchema
+
+NO_IDS: TokenIds = np.zeros(0, np.int32)
+NO_IDS.flags.writeable = False
+# Nobody knows what a hosted endpoint can take: it says so itself, with a status of 400.
+UNKNOWN_CONTEXT = 2**53
+_BYTES_A_TOKEN = 4
+
+
+class _NoTags:
+    def tagged(self, guide: object, tail: TokenIds, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
+        """Raise: programs ask the endpoint for that in its own words."""
+        raise GuideRefused("nothing here holds an answer of a hosted endpoint to anything: leave params.guide out")
+
+
+class TextRenderer:
+    """The renderer of no ids: every message is placed, and nothing is encoded."""
+
+    def __init__(self) -> None:
+        self.stop_ids: frozenset[int] = frozenset()
+        self.why = ""
+        self.media: frozenset[str] = frozenset()
+        self.escaped = 0
+        self.guides: GuideTags = _NoTags()
+        self.arguments: TemplateArguments = ()
+        self.reads: frozenset[str] = frozenset()
+
+    def takes(self, name: str, value: object) -> bool:  # noqa: ARG002
+        """Return that there is no template to be given anything."""
+        return False
+
+    def under(self, arguments: TemplateArguments) -> TextRenderer:  # noqa: ARG002
+        """Return itself: the endpoint is told in its own words."""
+        return self
+
+    def at(self, now: datetime) -> TextRenderer:  # noqa: ARG002
+        """Return itself: it writes no date."""
+        return self
+
+    def count(self, text: str) -> int:
+        """Return a guess at how many tokens a text takes: the endpoint's tokenizer is not known."""
+        return -(-len(text.encode()) // _BYTES_A_TOKEN)
+
+    def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:  # noqa: ARG002
+        """Return no ids."""
+        return NO_IDS
+
+    def extend(
+        self,
+        tail: TokenIds,  # noqa: ARG002
+        completion: TokenIds,  # noqa: ARG002
+        last: Canonical,  # noqa: ARG002
+        new: Sequence[Canonical],  # noqa: ARG002
+        tools: Sequence[ToolSchema],  # noqa: ARG002
+    ) -> TokenIds:
+        """Return no ids: whatever is said next can follow."""
+        return NO_IDS
+
+    def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:  # noqa: ARG002
+        """Return nothing: what the endpoint drops is not known."""
+        return frozenset()
+
+    def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
+        """Raise: there are no ids to read."""
+        raise no_tokens()
+
+    def completion(self, message: Message, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
+        """Raise: nobody knows the ids."""
+        raise no_tokens()
+
+    def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> NoReturn:  # noqa: ARG002
+        """Raise: there are no ids to read."""
+        raise no_tokens()
+
+    def decode(self, ids: TokenIds) -> str:  # noqa: ARG002
+        """Return nothing: there are no ids."""
+        return ""
+
+    def describe(self) -> dict[str, Any]:
+        """Return that nothing is rendered."""
+        return {"format": "text", "proof": "a hosted endpoint renders"}
+
+
+class NoTokens(LLMClient):
+    """The client of a session that samples nothing itself."""
+
+    async def generate(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
+        """Raise: tokens cannot be asked for."""
+        raise no_tokens()
+
+    def stream(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
+        """Raise: tokens cannot be asked for."""
+        raise no_tokens()
+
+    async def model_info(self) -> ModelInfo:
+        """Return what is not known."""
+        return ModelInfo("hosted", UNKNOWN_CONTEXT)
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+def no_tokens() -> SessionError:
+    """Return the error of whoever asks a hosted endpoint for tokens."""
+    return SessionError(
+        "a hosted endpoint tells no token ids: an agent talks to it through the address of its session "
+        "(episode.address), or in an evaluation through session.chat"
+    )
+
+
+_NO_LOGPROBS = np.zeros(0, np.float32)
+_OURS = frozenset({"max_turns", "max_total_tokens", "echo"})
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an endpoint says that a request used.
+
+    Attributes:
+        prompt: Tokens of the prompt, cached ones included.
+        completion: Tokens that were sampled.
+        cached: Tokens of the prompt that it knew.
+    """
+
+    prompt: int
+    completion: int
+    cached: int = 0
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return the counts by the names that trajectories have for them."""
+        return {
+            "prompt_tokens": float(self.prompt),
+            "completion_tokens": float(self.completion),
+            "cached_tokens": float(self.cached),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer of an endpoint.
+
+    Attributes:
+        message: What it said; its calls with the endpoint's ids.
+        cut: Whether a length limit cut it.
+        usage: What it used, where the endpoint told.
+        sampling: The numbers that its request named.
+        model: Who says that it answered.
+    """
+
+    message: Message
+    cut: bool
+    usage: Usage | None
+    sampling: dict[str, float]
+    model: str = ""
+
+
+Ask = Callable[[Sequence[Message], Sequence[ToolSchema], SamplingParams], Awaitable[Answered]]
+"""Asks an endpoint; raises a TurnwiseError where it gives no answer."""
+
+
+class TextSession(Session):
+    """Records what is said in one conversation with a hosted endpoint, or in several branches of one.
+
+    Args:
+        id: Names the trajectory.
+        max_turns: Most requests that are answered.
+        max_total_tokens: Most tokens over all branches, prompts included, as far as the endpoint reports them.
+        echo: What becomes of a turn that comes back rewritten, with the ids of its calls.
+        params: What :meth:`chat` asks for, unless a request says something else.
+        ask: Asks the endpoint for :meth:`chat`. None where agents only ask through the gateway.
+
+    Attributes:
+        turn_metrics: What was reported of each turn, and the numbers that its request was sampled with, by turn id.
+        items: Items of Responses by their ids, which later requests may name.
+    """
+
+    recorded_as: ClassVar[str] = "text"
+
+    def __init__(
+        self,
+        *,
+        id: str,  # noqa: A002 - the field's name for it
+        max_turns: int | None = None,
+        max_total_tokens: int | None = None,
+        echo: EchoPolicy = "same",
+        params: SamplingParams | None = None,
+        ask: Ask | None = None,
+    ) -> None:
+        limits = SessionLimits(UNKNOWN_CONTEXT, max_turns=max_turns, max_total_tokens=max_total_tokens)
+        super().__init__(NoTokens(), TextRenderer(), id=id, limits=limits, params=params, echo=echo)
+        self.turn_metrics: dict[str, dict[str, float]] = {}
+        self.items: dict[str, dict[str, Any]] = {}
+        self._ask = ask
+        self._history = History(self._recognise)
+        self._repeated: set[str] = set()
+        self._used = 0
+        self._behind: dict[int, int] = {}
+        self._counts: dict[str, float] = {}
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        fork: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Message:
+        """Ask the endpoint for the next assistant message and record what was said. See :meth:`Session.chat`.
+
+        Raises:
+            SessionError: This session is asked through the gateway only, or the request cannot be placed.
+            BudgetSpent: Nothing is left, or the endpoint says that its context is full.
+            InferenceError: The endpoint failed, or refused the request. Nothing was recorded.
+        """
+        if self._ask is None:
+            raise no_tokens()
+        if template_args:
+            raise SessionError("template_args: a hosted endpoint shows no chat template that could read them")
+        placed = self._open(messages, tools, params, fork)
+        try:
+            answered = await self._ask(messages, tuple(tools or ()), params or self.params)
+        except BaseException as error:  # also a cancellation: the pending turn is withdrawn
+            self.withdraw([placed])
+            if isinstance(error, InferenceError):
+                self.fail(error)
+            raise
+        if answered.model:
+            self.count(f"answered_by/{answered.model}")
+        return self.commit(placed, answered.message, cut=answered.cut, usage=answered.usage, sampling=answered.sampling)
+
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Placed:
+        """Find where a request goes on. Nothing is recorded.
+
+        Raises:
+            SessionError: It cannot be placed.
+            BudgetSpent: Nothing is left to sample.
+        """
+        return self._open(messages, tools, None, None)
+
+    def commit(
+        self, placed: Placed, message: Message, *, cut: bool, usage: Usage | None, sampling: dict[str, float]
+    ) -> Message:
+        """Record the answer to a request.
+
+        Args:
+            placed: The request.
+            message: What the endpoint said; its calls with the endpoint's ids.
+            cut: Whether a length limit cut it.
+            usage: What it used, where the endpoint told.
+            sampling: The numbers that the request was sampled with.
+
+        Returns:
+            The message as it was recorded. Calls whose ids another call has, or that have none, have others there.
+        """
+        calls: Sequence[ToolCall] = message.get("tool_calls") or ()
+        own = [call.id for call in calls]
+        # Ids prove which turn a message is only while no two calls have the same.
+        self._repeated.update(call_id for call_id in own if call_id in self._echoes or own.count(call_id) > 1)
+        completion = Completion(NO_IDS, _NO_LOGPROBS, "length" if cut else "stop", ())
+        given = self._record(placed, completion, message, cut=cut)
+        noted = dict(sampling)
+        if usage is None:
+            self.count("turns_without_usage")
+        else:
+            noted |= usage.to_metrics()
+            for name, value in usage.to_metrics().items():
+                self.count(name, value)
+            self._use(placed, usage)
+        self.turn_metrics[given["turn_id"]] = noted
+        return given
+
+    def withdraw(self, placed: Sequence[Placed]) -> None:
+        """Take back requests that were not answered: they use up no turn."""
+        self._requests -= len(placed)
+
+    def fail(self, failure: TurnwiseError) -> None:
+        """Note what the endpoint failed with, until it answers again."""
+        self._failure = failure
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Add to a metric of the trajectory."""
+        self._counts[name] = self._counts.get(name, 0.0) + value
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts of this session: turns, branches, forks and rewritten echoes, and what the endpoint reported:
+        tokens of all prompts and completions, and those that it knew.
+        """
+        own = super().metrics()
+        budget = self.limits.max_total_tokens
+        over = 0 if budget is None else max(0, self._used - budget)
+        told = {name: own[name] for name in ("turns", "branches", "forks", "rewritten_echoes")}
+        return {**told, **self._counts, "tokens_over_limit": over, **self._sampled_at()}
+
+    def _sampled_at(self) -> dict[str, float]:
+        """Return the temperature that all requests named; nothing where not all did, or not the same."""
+        named = {noted.get("temperature") for noted in self.turn_metrics.values()}
+        only = named.pop() if len(named) == 1 else None
+        return {} if only is None else {"temperature": only}
+
+    def room_behind(self, turn_id: str) -> int | None:  # noqa: ARG002 - nobody knows
+        """Return None: nobody knows how much a hosted endpoint can take."""
+        return None
+
+    def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
+        """Return about how many tokens the prompt of such a request would have: four bytes of text are one."""
+        said = [str(message.get(part) or "") for message in messages for part in ("content", "tool_calls")]
+        return estimated_tokens("".join([*said, *(str(tool.to_json()) for tool in tools or ())]))
+
+    def _recognise(self, ids: Sequence[str], message: Canonical) -> Canonical | None:
+        if self._repeated.intersection(ids):
+            return None
+        return self._echoes.recognise(ids, message)
+
+    def _limited(self, params: SamplingParams, prompt: TokenIds) -> SamplingParams:
+        room_for(self.limits, self.id, prompt=len(prompt), committed=self._used, requests=self._requests, wanted=None)
+        return params
+
+    def _use(self, placed: Placed, usage: Usage) -> None:
+        """Count each token of the tree once, as a session with ids does: what stood in the branch before is known."""
+        turn = self._tree.nodes[-1]
+        known = placed.match.parent
+        before = 0 if known is None else self._behind.get(known.index, 0)
+        if placed.match.context is not None:
+            before = usage.prompt
+        self._behind[turn.index] = usage.prompt + usage.completion
+        self._used += max(0, usage.prompt - before) + usage.completion
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """What the sessions of a gateway in front of a hosted endpoint may use.
+
+    Attributes:
+        max_turns: Most requests of a session that are answered.
+        max_total_tokens: Most tokens of a session, as far as the endpoint reports them.
+        echo: What becomes of turns that come back rewritten.
+    """
+
+    max_turns: int | None = None
+    max_total_tokens: int | None = None
+    echo: EchoPolicy = "same"
+
+    def open(self, session_id: str, own: SessionSettings) -> tuple[TextSession, TextRenderer]:
+        """Return a session and who would read its turns.
+
+        Args:
+            session_id: Names its trajectory.
+            own: What it does in a way of its own.
+
+        Raises:
+            ApiError: A setting that is the endpoint's to decide.
+        """
+        theirs = [name for name in sorted(SETTINGS - _OURS) if getattr(own, name) is not None]
+        if theirs:
+            raise unsupported(
+                theirs[0], "a hosted endpoint is asked as agents ask; there are " + ", ".join(sorted(_OURS))
+            )
+        session = TextSession(
+            id=session_id,
+            max_turns=own.max_turns or self.max_turns,
+            max_total_tokens=own.max_total_tokens or self.max_total_tokens,
+            echo=own.echo or self.echo,
+        )
+        return session, TextRenderer()

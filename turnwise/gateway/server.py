@@ -1,0 +1,375 @@
+"""The process of the gateway: ``python -m turnwise.gateway.server``.
+
+Requests and sessions leave nothing in cycles, and what sessions hold lives long. Python looks for cycles whenever some
+thousand objects were made, which with a thousand requests in flight is all the time, and finds next to nothing each
+time. Connections do leave some objects in cycles, and foreign code (a chat template, a library) may leave others: they
+are looked for when nobody waits for an answer, or when there may be many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict
+
+from turnwise.config import dump_config
+from turnwise.errors import ConfigError, EngineDied, MissingExtraError, TurnwiseError
+from turnwise.gateway.app import GatewayApp
+from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.dialects.response_format import abilities_of
+from turnwise.gateway.proxy.app import HostedApp
+from turnwise.gateway.proxy.endpoint import Endpoint, base_url
+from turnwise.gateway.proxy.session import TextSettings
+from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions, SessionSettings
+from turnwise.gateway.turns import Reader
+from turnwise.inference.client import HTTPClient
+from turnwise.inference.http_process import HTTPProcess
+from turnwise.inference.process import ServerProcess
+from turnwise.inference.replica_set import Fleet
+from turnwise.model.core import LLMClient, Renderer
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.recorder.session import Session, SessionLimits
+from turnwise.seeding import stable_hash
+from turnwise.types import SamplingParams
+
+_log = logging.getLogger("turnwise.gateway")
+_SECONDS = 1.0
+_LEAST = 200_000
+
+
+class GarbageCollector:
+    """Collects in place of Python, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        busy: Whether somebody waits for an answer.
+        least: So many objects at least must have come since the last look.
+    """
+
+    def __init__(self, busy: Callable[[], bool], *, least: int = _LEAST) -> None:
+        self._busy = busy
+        self._least = least
+        self._left = 0
+
+    def start(self) -> None:
+        """Take over. What is there now is code and settings, and never looked at again."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def stop(self) -> None:
+        """Leave it to Python again."""
+        gc.unfreeze()
+        gc.enable()
+
+    async def run(self) -> None:
+        """Look every second, until cancelled: there may always be somebody who waits."""
+        while True:
+            await asyncio.sleep(_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Look for garbage if it is time. To be called whenever nobody waits any more.
+
+        A look takes about a microsecond for each object that is there. It is time once as many have come as the last
+        look left, so that an object is looked at once or twice, however many there are; while somebody waits, once four
+        times as many have.
+        """
+        come = gc.get_count()[0]
+        due = max(self._left, self._least)
+        if come < due or (come < 4 * due and self._busy()):
+            return
+        found = gc.collect()
+        self._left = len(gc.get_objects())
+        _log.debug("%d objects were garbage, %d are left", found, self._left)
+
+
+_LEAST_KEY = 16
+
+
+class GatewaySpec(BaseModel):
+    """What a gateway's process is told.
+
+    Attributes:
+        config: How to run.
+        report_fd: Inherited descriptor that one JSON line is written to when requests are taken.
+        lifeline_fd: Inherited descriptor whose end of file ends this process.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: GatewayConfig
+    report_fd: int | None = None
+    lifeline_fd: int | None = None
+
+
+async def serve_gateway(spec: GatewaySpec) -> int:
+    """Serve until SIGTERM or SIGINT, which is returned; sessions that are open then end with ``cancelled``.
+
+    Raises:
+        ConfigError: Something of the configuration cannot be used.
+        RenderError: The model's directory has no usable tokenizer or chat template.
+        InferenceError: The server does not answer or start, or the port cannot be bound.
+        MissingExtraError: A package of the extra ``serve`` is missing.
+    """
+    config = spec.config
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
+    # Only now it is known that uvicorn is there.
+    from turnwise.gateway.http_guard import guarded
+
+    async with contextlib.AsyncExitStack() as stack:
+        app, report = await (_served if config.hosted is None else _hosted)(config, stack)
+        sweeper = asyncio.create_task(_sweep(app.sessions))
+        stack.callback(sweeper.cancel)
+        _log.info("controllers need the admin key, which stands in %s", config.out / "admin.key")
+        what = f"the gateway of {config.url or config.model}"
+        collector = GarbageCollector(lambda: app.answering > 0)
+        app.when_idle = collector.look
+        collector.start()
+        stack.callback(collector.stop)
+        collecting = asyncio.create_task(collector.run())
+        stack.callback(collecting.cancel)
+        limits = config.limits
+        protocol = guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds)
+        return await process.serve(app, what=what, report_fd=spec.report_fd, report=report, protocol=protocol)
+
+
+async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[GatewayApp, dict[str, Any]]:
+    """Return the application in front of a model that tells its tokens, and what is reported of it."""
+    renderer = config.renderer.load(config.directory)
+    key = _prepare(config)
+    client = await stack.enter_async_context(_model(config))
+    info = await client.model_info()
+    context = min(info.context_length, config.context_length or info.context_length)
+    sessions = open_sessions(config, client, renderer, context)
+    stack.push_async_callback(sessions.close)
+    app = GatewayApp(
+        sessions,
+        admin_key=key,
+        model=config.name or config.directory.resolve().name,
+        context_length=context,
+        abilities=abilities_of(renderer, guides=info.guides),
+        fixed=FIXED_SAMPLING if config.fixed_sampling else frozenset(),
+    )
+    return app, {"max_model_len": context, "admin_key": key}
+
+
+async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[GatewayApp, dict[str, Any]]:
+    """Return the application in front of a hosted endpoint, and what is reported of it."""
+    assert config.hosted is not None
+    endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
+    stack.push_async_callback(endpoint.close)
+    key = _prepare(config)
+    own = TextSettings(config.max_turns, config.max_total_tokens, config.echo)
+    sessions = Sessions(own.open, config.limits, config.out / "trajectories.jsonl")
+    stack.push_async_callback(sessions.close)
+    return HostedApp(sessions, admin_key=key, endpoint=endpoint), {"admin_key": key}
+
+
+def _prepare(config: GatewayConfig) -> str:
+    """Make the directory of the gateway and return its admin key."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    key = admin_key(config.out / "admin.key")
+    (config.out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    return key
+
+
+def open_sessions(config: GatewayConfig, client: LLMClient, renderer: Renderer, context: int) -> Sessions:
+    """Return the sessions of a gateway, as it is configured.
+
+    Raises:
+        ConfigError: The renderer cannot read turns while they are sampled.
+    """
+    if not isinstance(renderer, Reader):
+        raise ConfigError(f"a gateway needs a renderer with 'live' and 'decode', not {type(renderer).__qualname__}")
+    reader: Reader = renderer
+    limits = SessionLimits(
+        context_length=context,
+        max_tokens_per_turn=config.max_tokens_per_turn,
+        max_total_tokens=config.max_total_tokens,
+        max_turns=config.max_turns,
+    )
+    params = SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
+
+    def open_session(session_id: str, own: SessionSettings) -> tuple[Session, Reader]:
+        seed = own.seed
+        if seed is None and config.seed is not None:
+            seed = stable_hash("session", config.seed, session_id)
+        session = Session(
+            client,
+            renderer,
+            id=session_id,
+            limits=own.limits(limits),
+            params=own.params(params),
+            seed=seed,
+            one_temperature=config.fixed_sampling if own.fixed_sampling is None else own.fixed_sampling,
+            reasoning=own.reasoning or config.reasoning,
+            echo=own.echo or config.echo,
+        )
+        return session, reader
+
+    return Sessions(open_session, config.limits, config.out / "trajectories.jsonl")
+
+
+def admin_key(file: Path) -> str:
+    """Return the key of a file that only its owner may read; one is made where there is none.
+
+    Raises:
+        ConfigError: Others may read the file, or what it holds is too short for a key.
+    """
+    with contextlib.suppress(FileExistsError):
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(handle, "w", encoding="ascii") as fresh:
+            fresh.write(secrets.token_urlsafe(32) + "\n")
+    if file.stat().st_mode & 0o077:
+        raise ConfigError(f"{file} can be read by others than its owner: chmod 600 it")
+    key = file.read_text(encoding="utf-8").strip()
+    if len(key) < _LEAST_KEY:
+        raise ConfigError(f"{file} holds fewer than {_LEAST_KEY} characters: delete it, and a new key is made")
+    return key
+
+
+@contextlib.asynccontextmanager
+async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
+    """Yield who samples, with what it says written down."""
+    ledger = config.out / "ledger.jsonl"
+    if config.urls:
+        settings = config.inference
+        client = LedgerClient(HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait), ledger)
+        try:
+            yield client
+        finally:
+            await client.close()
+        return
+    fleet = Fleet(config.inference, config.directory, logs=config.out / "logs")
+    try:
+        await fleet.launch()
+        client = LedgerClient(fleet.client, ledger)
+        try:
+            yield client
+        finally:
+            await client.close()
+    finally:
+        await fleet.close()
+
+
+async def _sweep(sessions: Sessions) -> None:
+    while True:
+        await asyncio.sleep(sessions.limits.sweep_seconds)
+        if ended := await sessions.sweep():
+            _log.info("%d forgotten sessions ended", ended)
+
+
+def run_gateway(spec: GatewaySpec) -> int:
+    """Run :func:`serve_gateway` on a loop of its own. Returns the number of the signal that ended it.
+
+    Raises:
+        TurnwiseError: As :func:`serve_gateway`.
+    """
+    try:
+        import uvloop
+    except ImportError as error:
+        raise MissingExtraError("uvloop", "serve", "a gateway") from error
+    return uvloop.run(serve_gateway(spec))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m turnwise.gateway.server")
+    parser.add_argument("--config-json", required=True, help="a GatewaySpec as JSON")
+    options = parser.parse_args(arguments)
+    # Texts are encoded one by one here, which is a fifth quicker where the tokenizer keeps no threads for batches.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    spec = GatewaySpec.model_validate(orjson.loads(options.config_json))
+    logging.basicConfig(
+        level=spec.config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        ended = run_gateway(spec)
+    except TurnwiseError as error:
+        _log.critical("%s", error)
+        return 1
+    return 128 + ended if ended == signal.SIGINT else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+class GatewayProcess:
+    """A gateway in a process of its own, which ends with this one."""
+
+    def __init__(self, config: GatewayConfig, *, log_file: str | Path | None = None) -> None:
+        """Describe a gateway; :meth:`launch` starts it.
+
+        Args:
+            config: How it runs.
+            log_file: Where it writes its log; by default ``logs/gateway.log`` in ``config.out``.
+        """
+        self._config = config
+        self._port = config.port
+        self.admin_key = ""
+        self._process = ServerProcess(
+            f"the gateway of {config.url or config.model}",
+            log_file=Path(log_file or config.out / "logs" / "gateway.log"),
+            launch_timeout=config.inference.launch_timeout,
+            # What is open is written down first, and servers that it launched are ended before it.
+            close_timeout=config.inference.close_timeout + 10,
+        )
+
+    @property
+    def url(self) -> str:
+        """Base URL; valid after :meth:`launch`."""
+        host = self._config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+    @property
+    def admin_headers(self) -> dict[str, str]:
+        """What the routes of controllers want; valid after :meth:`launch`."""
+        return {"authorization": f"Bearer {self.admin_key}"}
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it was launched and has not ended."""
+        return self._process.running
+
+    async def wait_died(self) -> EngineDied:
+        """Wait until it ends although nobody closed it; return what can be said of it."""
+        return await self._process.wait_died()
+
+    async def launch(self) -> None:
+        """Start it and wait until it answers.
+
+        Raises:
+            InferenceError: It ended or did not answer in time; the message holds the end of its log.
+        """
+
+        def command(report: int, lifeline: int) -> list[str]:
+
+            spec = GatewaySpec(config=self._config, report_fd=report, lifeline_fd=lifeline)
+            module = "turnwise.gateway.server"
+            return [sys.executable, "-m", module, "--config-json", spec.model_dump_json()]
+
+        reported: dict[str, Any] = await self._process.start(command, {**os.environ, "TOKENIZERS_PARALLELISM": "false"})
+        self._port = int(reported["port"])
+        self.admin_key = str(reported["admin_key"])
+
+    async def close(self) -> None:
+        """End it and wait for its process: sessions that are open end with ``cancelled``. Closing twice is no error."""
+        await self._process.end()

@@ -1,0 +1,1 @@
+"""The contracts between rollouts and models: clients, replicas, renderers, and the canonical form of messages."""

@@ -1,0 +1,386 @@
+"""The canonical form: what of a message may matter, and nothing else.
+
+A conversation belongs to its arguments as it does to its tools: other arguments, other prompt. Values are kept as
+canonical JSON, for in Python True and 1 are equal, and to a template they are not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from turnwise.errors import RenderError, SessionError, shown
+from turnwise.types import Json, Message, ToolCall, ToolSchema
+
+# Deeper values exhaust the stack of whoever walks them (files take 254 levels, a copy some 300).
+_MAX_DEPTH = 100
+
+Recognise = Callable[[Sequence[str], "Canonical"], "Canonical | None"]
+"""Given the ids of an assistant message's calls and what it says: the turn that it is, where the ids tell."""
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalCall:
+    """A call, compared by name and canonical arguments; ``id`` and ``value`` only help rendering.
+
+    Attributes:
+        name: The tool's name.
+        arguments: Canonical JSON, or the stripped text where it does not parse.
+        value: The parsed arguments, keys in canonical order; None where they do not parse to an object.
+        id: The id to render.
+    """
+
+    name: str
+    arguments: str
+    value: dict[str, Any] | None = field(compare=False)
+    id: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """A message reduced to what may matter.
+
+    Attributes:
+        role: ``system``, ``user``, ``assistant`` or ``tool``.
+        text: The joined text parts.
+        reasoning: Reasoning of an assistant message, empty where it has none.
+        calls: Calls of an assistant message.
+        name: Name of a system or user message, or of a tool message that answers no call; else None.
+        answers: For a tool message: which call it answers of the last message before it that is a turn of an
+            assistant and not empty; -1 where it answers none.
+        call_id: For a tool message: the id to render.
+        call_name: For a tool message: the tool's name to render.
+        turn: For an assistant message of which it is certain: the turn of the session that it is.
+    """
+
+    role: str
+    text: str
+    reasoning: str = ""
+    calls: tuple[CanonicalCall, ...] = ()
+    name: str | None = None
+    answers: int | None = None
+    call_id: str = field(default="", compare=False)
+    call_name: str = field(default="", compare=False)
+    turn: str | None = field(default=None, compare=False)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it says nothing and calls nothing; reasoning alone is nothing."""
+        return not self.calls and not self.text.strip()
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the form that chat templates expect (OpenAI's, with arguments as an object)."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments if call.value is None else call.value,
+                    },
+                }
+                for call in self.calls
+            ]
+        if self.role == "tool":
+            message["tool_call_id"] = self.call_id
+            message["name"] = self.call_name
+        return message
+
+
+def clean(text: str) -> str:
+    """Return a text without half surrogate pairs: neither tokenizers nor files take them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def canonical_value(value: Json, depth: int = 0) -> Json:
+    """Return ``value`` with sorted keys and every float without fraction as an integer.
+
+    Args:
+        value: What ``json.loads`` may return.
+        depth: How many lists and objects stand around it.
+
+    Raises:
+        SessionError: JSON cannot express it, or it is nested more than 100 levels deep.
+    """
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, bool) or value is None or isinstance(value, int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return int(value) if value == math.floor(value) else value
+    if depth >= _MAX_DEPTH:
+        raise SessionError(f"tool arguments are nested more than {_MAX_DEPTH} levels deep: write them flatter")
+    if isinstance(value, Mapping):
+        # Cleaned before they are sorted: what is cleaned already must come out in the same order.
+        cleaned = {clean(str(key)): item for key, item in value.items()}
+        return {key: canonical_value(cleaned[key], depth + 1) for key in sorted(cleaned)}
+    if isinstance(value, (list, tuple)):
+        return [canonical_value(item, depth + 1) for item in value]
+    raise SessionError(f"tool arguments hold a {type(value).__name__}, which JSON cannot express: {value!r}")
+
+
+def canonical_arguments(arguments: Mapping[str, Any] | str | None) -> tuple[str, dict[str, Any] | None]:
+    """Return arguments as canonical JSON text and as an object.
+
+    Blank or null arguments are ``{}``. What is no JSON is its stripped text, with None for the object.
+
+    Raises:
+        SessionError: An object holds what JSON cannot express, or is nested too deep. A text never raises.
+    """
+    if isinstance(arguments, str):
+        text = clean(arguments.strip())
+        if not text:
+            return "{}", {}
+        try:
+            value = canonical_value(json.loads(text))
+        except (ValueError, RecursionError, SessionError):
+            return text, None
+    else:
+        value = canonical_value(arguments)
+    if value is None:
+        return "{}", {}
+    dumped = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return dumped, value if isinstance(value, dict) else None
+
+
+def canonical_tools(tools: Sequence[ToolSchema] | None) -> tuple[tuple[str, str, str], ...]:
+    """Return a key for a list of tools: their order counts, the order of keys does not."""
+    return tuple(
+        (tool.name, tool.description, json.dumps(canonical_value(tool.parameters), ensure_ascii=False))
+        for tool in tools or ()
+    )
+
+
+def _text(role: str, index: int, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return clean(content)
+    texts = []
+    for part in content:
+        kind = part.get("type", "text")
+        if kind not in ("text", "input_text", "output_text"):
+            raise SessionError(
+                f"messages[{index}] ({role}) holds a part of type {kind!r}: this renderer places text only"
+            )
+        text = part.get("text", "")
+        # A block of white space only is an artefact of clients that split and join blocks.
+        if len(content) == 1 or text.strip():
+            texts.append(text)
+    return clean("".join(texts))
+
+
+def _calls(message: Mapping[str, Any]) -> tuple[CanonicalCall, ...]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        if isinstance(call, ToolCall):
+            # A call that could not be used has no arguments: it is compared and rendered by its raw text.
+            source: Mapping[str, Any] | str | None = call.raw if call.error is not None else call.arguments
+            name, call_id = call.name, call.id
+        else:
+            function = call.get("function", call)
+            name, source, call_id = function.get("name", ""), function.get("arguments"), call.get("id") or ""
+        arguments, value = canonical_arguments(source)
+        calls.append(CanonicalCall(clean(name), arguments, value, call_id))
+    return tuple(calls)
+
+
+def call_ids(message: Mapping[str, Any]) -> list[str]:
+    """Return the ids of an assistant message's calls as they were sent, empty where there is none."""
+    calls = message.get("tool_calls") or ()
+    return [call.id if isinstance(call, ToolCall) else call.get("id") or "" for call in calls]
+
+
+class Canonicalizer:
+    """Reduces a list of messages, one after the other.
+
+    A tool message is reduced to the position of the call it names, so the reduction of a message depends on
+    the assistant message before it. Reusable from any position: the session keeps the canonical form of the messages
+    that did not change.
+
+    Args:
+        recognise: Tells by its calls' ids which turn a message is. With it, calls that were not sampled get ids made
+            from their position, so that equal meaning gives equal ids; without, they keep what was sent.
+    """
+
+    __slots__ = ("_answered", "_before", "_calls", "_fresh", "_named", "_recognise")
+
+    def __init__(self, recognise: Recognise | None = None) -> None:
+        self._recognise = recognise
+        self._calls: tuple[CanonicalCall, ...] = ()
+        self._named: Sequence[str] = ()
+        self._answered: set[int] = set()
+        self._before: Sequence[Canonical] = ()
+        self._fresh = 0
+
+    def skip(self, message: Mapping[str, Any], canonical: Canonical) -> None:
+        """Take note of a message whose canonical form is known already."""
+        self._fresh += len(canonical.calls)
+        self._note(message, canonical)
+
+    def resume(self, messages: Sequence[Mapping[str, Any]], known: Sequence[Canonical]) -> None:
+        """Take note of messages whose canonical forms are known.
+
+        Args:
+            messages: At least so many messages.
+            known: The canonical forms of the first of them.
+        """
+        self._before = known
+        turns = (index for index in reversed(range(len(known))) if is_turn(known[index]))
+        for index in range(next(turns, 0), len(known)):
+            self._note(messages[index], known[index])
+
+    def reduce(self, index: int, message: Message | Mapping[str, Any]) -> Canonical:
+        """Return the canonical form of ``messages[index]``.
+
+        Raises:
+            SessionError: An unknown role, or media that cannot be placed.
+        """
+        role = _ROLES.get(message.get("role", ""))
+        if role is None:
+            raise SessionError(
+                f"messages[{index}].role is {message.get('role')!r}; allowed: {', '.join(sorted(_ROLES))}"
+            )
+        text = _text(role, index, message.get("content"))
+        if role == "assistant":
+            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+            canonical = self._assistant(Canonical(role, text, clean(str(reasoning)), _calls(message)))
+        elif role == "tool":
+            canonical = self._tool(text, message)
+        else:
+            name = message.get("name")
+            canonical = Canonical(role, text, name=clean(name) if name else None)
+        self.skip(message, canonical)
+        return canonical
+
+    def _note(self, message: Mapping[str, Any], canonical: Canonical) -> None:
+        if is_turn(canonical):
+            self._calls, self._answered = canonical.calls, set()
+            # Of a recognised turn, the calls stand where they stood when it was sampled.
+            self._named = call_ids(message) if canonical.turn is None else [call.id for call in canonical.calls]
+        elif canonical.answers is not None and canonical.answers >= 0:
+            self._answered.add(canonical.answers)
+
+    def _assistant(self, form: Canonical) -> Canonical:
+        known = self._recognise and self._recognise([call.id for call in form.calls], form)
+        if known:
+            return known
+        calls = []
+        for number, call in enumerate(form.calls):
+            own = "" if self._recognise is not None else call.id
+            calls.append(replace(call, id=own or self._made_id("m", number)))
+        return replace(form, calls=tuple(calls)) if calls else form
+
+    def _made_id(self, letter: str, number: int) -> str:
+        """Return an id for the call after so many others: nine letters and digits, which every template takes."""
+        count = sum(len(form.calls) for form in self._before) + self._fresh
+        return f"{letter}{count + number:08d}"
+
+    def _tool(self, text: str, message: Message | Mapping[str, Any]) -> Canonical:
+        named = message.get("tool_call_id")
+        numbers = range(len(self._calls))
+        unanswered = [number for number in numbers if number not in self._answered]
+        meant = [number for number in numbers if named and self._named[number] == named]
+        position = next(
+            (number for number in [*(n for n in meant if n in unanswered), *meant, *unanswered]),
+            None,
+        )
+        if position is None:
+            # It answers no call that could name it: what is rendered is made from what is compared.
+            name = clean(message.get("name") or "")
+            return Canonical("tool", text, name=name, answers=-1, call_id=self._made_id("n", 0), call_name=name)
+        call = self._calls[position]
+        return Canonical("tool", text, answers=position, call_id=call.id, call_name=call.name)
+
+
+def is_turn(message: Canonical) -> bool:
+    """Whether tool messages after it answer its calls, not those of a message before it."""
+    return message.role == "assistant" and not message.empty
+
+
+def canonical_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Canonical]:
+    """Return the canonical form of a whole list of messages."""
+    reducer = Canonicalizer()
+    return [reducer.reduce(index, message) for index, message in enumerate(messages)]
+
+
+TemplateArguments: TypeAlias = tuple[tuple[str, str], ...]
+"""Names and values, these as canonical JSON, ordered by name."""
+
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Arguments by which templates switch reasoning on and off: booleans."""
+EFFORT = "reasoning_effort"
+"""The argument by which templates say how much a model reasons: a word."""
+_EFFORTS = frozenset({"low", "medium", "high"})
+_MOST_CHARACTERS = 2**16
+# Templates and files walk values level by level, as they do the arguments of tools.
+_MOST_LEVELS = 100
+
+
+def template_arguments(given: Mapping[str, Any] | None) -> TemplateArguments:
+    """Return arguments in the form that is compared; one that is None counts as not given.
+
+    Raises:
+        RenderError: A value cannot be written as JSON, or is too long or too deep.
+    """
+    if not given:
+        return ()
+    found = []
+    for name, value in sorted(given.items()):
+        if value is None:
+            continue
+        try:
+            text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            text = ""
+        if not text or len(text) > _MOST_CHARACTERS or _levels(value) > _MOST_LEVELS:
+            raise RenderError(
+                f"template argument {name}: must be JSON of at most {_MOST_CHARACTERS} characters and {_MOST_LEVELS} "
+                f"levels, not {shown(value)}"
+            )
+        found.append((name, text))
+    return tuple(found)
+
+
+def _levels(value: Any) -> int:
+    """Return how many levels of lists and objects a value has; it is none that holds itself."""
+    inside, levels = [value], 0
+    while inside := [each for each in inside if isinstance(each, (dict, list, tuple))]:
+        levels += 1
+        inside = [item for each in inside for item in (each.values() if isinstance(each, dict) else each)]
+    return levels
+
+
+def argument_values(arguments: TemplateArguments) -> dict[str, Any]:
+    """Return arguments as a template is given them."""
+    return {name: json.loads(text) for name, text in arguments}
+
+
+def takes(reads: Set[str], literals: Set[str], name: str, value: Any) -> bool:
+    """Return whether a template can be given an argument.
+
+    Args:
+        reads: The arguments that it reads.
+        literals: The texts that stand in it.
+        name: Of the argument.
+        value: Its value: a boolean for a switch of reasoning, and for an effort one of the three that models know, or
+            another that the template mentions.
+    """
+    if name not in reads:
+        return False
+    if name in SWITCHES:
+        return isinstance(value, bool)
+    if name == EFFORT:
+        return isinstance(value, str) and (value in _EFFORTS or value in literals)
+    return True

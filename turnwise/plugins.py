@@ -1,0 +1,311 @@
+"""From a reference such as ``pkg.mod:Class`` or ``path/file.py:Class`` to the object that it names.
+
+Two ways lead here. The environment variable ``TURNWISE_EXTERNAL_MODULES`` names modules or files, separated by commas;
+a package that is installed names one as an entry point of the group ``turnwise.plugins``. Both are imported once per
+process, before a configuration is checked. Processes that a run starts inherit the variable, and so import them too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from turnwise.errors import ConfigError
+
+# How modules are called that are made of files.
+_FILE = "turnwise_file_"
+# The names of modules that were imported otherwise, by their files: every episode asks for its environment.
+_IMPORTED: dict[str, str] = {}
+
+
+def load_object(reference: str, what: str) -> Any:
+    """Return what a reference names.
+
+    Args:
+        reference: ``pkg.mod:Name``, ``pkg.mod.Name`` or ``path/file.py:Name``; ``Name`` may be ``Outer.Inner``.
+        what: What is looked for ("environment", "agent"), for the message.
+
+    Raises:
+        ConfigError: The reference has another form, or its module or name cannot be found or imported.
+    """
+    owner, colon, name = reference.rpartition(":")
+    if not colon:
+        owner, _, name = reference.rpartition(".")
+    if not owner or not name or reference.endswith(".py"):
+        raise ConfigError(
+            f"{what} {reference!r} is no reference: write pkg.mod:Name, pkg.mod.Name or path/to/file.py:Name"
+        )
+    module = load_file(owner, f"{what} {reference!r}") if owner.endswith(".py") else _import(owner, reference, what)
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            public = [known for known in vars(found) if not known.startswith("_")]
+            close = difflib.get_close_matches(part, public, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{what} {reference!r}: {owner} has no {part!r}{hint}") from None
+    return found
+
+
+def load_class_from_fqn(reference: str, what: str) -> type[Any]:
+    """Return the class that a reference names; :func:`load_object` for classes only.
+
+    Raises:
+        ConfigError: As :func:`load_object`, and where something else than a class stands there.
+    """
+    found = load_object(reference, what)
+    if not isinstance(found, type):
+        raise ConfigError(f"{what} {reference!r} is {_kind(found)}, not a class")
+    return found
+
+
+def _import(name: str, reference: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"{what} {reference!r}: there is no module {error.name!r}; is its package installed, or on PYTHONPATH?"
+            ) from error
+        raise ConfigError(f"{what} {reference!r}: importing {name} failed: {error}") from error
+    except Exception as error:  # a module of the user's runs here: whatever it raises is named
+        raise ConfigError(f"{what} {reference!r}: importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def place_of(module: str) -> str:
+    """Return what a message calls a module: its name, or the file that :func:`load_file` made it of."""
+    file = vars(sys.modules[module]).get("__file__") if module.startswith(_FILE) and module in sys.modules else None
+    return Path(file).name if file else module
+
+
+def load_file(file: str | Path, what: str) -> ModuleType:
+    """Return the module that a Python file makes. It is run when it is first loaded, however often that is asked.
+
+    Args:
+        file: The file.
+        what: What it is loaded for, as a message begins.
+
+    Raises:
+        ConfigError: There is no such file, or running it failed; the message names the line.
+    """
+    path = _resolved(str(file), os.getcwd())
+    if not path.is_file():
+        raise ConfigError(f"{what}: there is no file {path}")
+    program = sys.modules.get("__main__")
+    file_run = None if program is None else vars(program).get("__file__")
+    if program is not None and file_run is not None and _resolved(file_run, os.getcwd()) == path:
+        # The file is the program that runs: run once more, it would register everything a second time.
+        return program
+    # A name that only the path decides: the class of an object pickled here is found again elsewhere.
+    name = f"{_FILE}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    known = _imported(str(path))
+    if known is not None:
+        # It was imported as a module: run once more, it would register everything a second time.
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{what}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a file of the user's runs here: whatever it raises is named
+        del sys.modules[name]
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(f"{what}: running {_place(path, error)} failed: {type(error).__name__}: {text}") from error
+    return module
+
+
+@functools.lru_cache(maxsize=256)
+def _resolved(file: str, folder: str) -> Path:
+    """Return the path of a file as it is seen from a folder; every episode asks for its environment's."""
+    return (folder / Path(file).expanduser()).resolve()
+
+
+def _imported(file: str) -> ModuleType | None:
+    """Return the module that was imported of a file, if any."""
+    before = sys.modules.get(_IMPORTED.get(file, ""))
+    if before is not None and vars(before).get("__file__") == file:
+        return before
+    for name, each in list(sys.modules.items()):
+        if isinstance(each, ModuleType) and vars(each).get("__file__") == file:
+            _IMPORTED[file] = name
+            return each
+    return None
+
+
+def _place(path: Path, error: Exception) -> str:
+    """Return where in a file an error arose, as ``file:line``."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def _kind(found: Any) -> str:
+    return f"a {type(found).__name__}"
+
+
+def reference_to(target: Any, what: str) -> str:
+    """Return the reference by which :func:`load_object` finds a class or function again.
+
+    What stands in the program that runs is named by its file, so that a later process finds it; in a notebook or an
+    interpreter, where there is no file, by ``__main__``, which only this process finds.
+
+    Args:
+        target: The class or function.
+        what: What it is ("environment", "agent"), for the message.
+
+    Raises:
+        ConfigError: It has no name, or under its name something else is found.
+    """
+    module, name = _name_of(target)
+    if module is None or name is None:
+        raise ConfigError(f"{what} {target!r} has no name that another process could find: name a class or function")
+    if "<" in name:
+        raise ConfigError(
+            f"{what} {name} stands inside a function, where no other process finds it: write it at the top of its file"
+        )
+    owner = module
+    if module == "__main__" or module.startswith(_FILE):
+        file = vars(sys.modules[module]).get("__file__")
+        owner = module if file is None else str(Path(file).resolve())
+    reference = f"{owner}:{name}"
+    if load_object(reference, what) is not target:
+        raise ConfigError(
+            f"{what} {reference} names something else than what was given: give it a name of its own at the top of its "
+            "file"
+        )
+    return reference
+
+
+def _name_of(target: Any) -> tuple[str | None, str | None]:
+    """Return module and name of what a def or a class made, or of what a decorator made of one."""
+    named = inspect.unwrap(target) if callable(target) else target
+    if isinstance(named, type) or inspect.isroutine(named):
+        return named.__module__, named.__qualname__
+    return None, None
+
+
+MODULES: Final = "TURNWISE_EXTERNAL_MODULES"
+"""Names of modules, or paths of files ending in .py, separated by commas."""
+CHOSEN: Final = "TURNWISE_EXTENSIONS"
+"""Which entry points are loaded: ``all`` (the default), ``none``, or their names separated by commas."""
+GROUP: Final = "turnwise.plugins"
+"""The group of entry points."""
+
+_loaded: set[str] = set()
+_done: dict[str, str | None] = {}
+
+
+def load_extensions() -> list[str]:
+    """Import what the environment variable and installed packages name, whatever of it was not imported yet.
+
+    Returns:
+        What was imported by this call: modules, files and entry points by name, in order.
+
+    Raises:
+        ConfigError: One cannot be found or imported, or an entry point is asked for that no package has; the message
+            names it, the cause and the remedy.
+    """
+    said = {variable: os.environ.get(variable) for variable in (MODULES, CHOSEN)}
+    if said == _done:
+        # Asked before every configuration: what is installed is looked up once.
+        return []
+    done: list[str] = []
+    for entry in _entries():
+        if _begin(f"{GROUP}:{entry.name}"):
+            done.append(entry.name)
+            _enter(entry)
+    for name in _listed(MODULES):
+        if _begin(name):
+            done.append(name)
+            _import_extension(name)
+    _done.update(said)
+    return done
+
+
+def _begin(key: str) -> bool:
+    """Note that something is being loaded; False where it was before. A module may load a configuration itself."""
+    fresh = key not in _loaded
+    _loaded.add(key)
+    return fresh
+
+
+def _listed(variable: str) -> list[str]:
+    return [name for each in os.environ.get(variable, "").split(",") if (name := each.strip())]
+
+
+def _entries() -> Iterator[EntryPoint]:
+    """Yield the entry points that are wanted, in the order of their names."""
+    chosen = _listed(CHOSEN) or ["all"]
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if chosen == ["none"]:
+        return
+    if chosen == ["all"]:
+        chosen = sorted(found)
+    for name in chosen:
+        if name not in found:
+            known = ", ".join(sorted(found)) or "none"
+            raise ConfigError(
+                f"{CHOSEN} names {name!r}, but no installed package has an entry point of that name in {GROUP} "
+                f"(there are: {known}): install it, or take the name out"
+            )
+        yield found[name]
+
+
+def _enter(entry: EntryPoint) -> None:
+    """Load an entry point: a module is imported, a function is called besides."""
+    owner = entry.dist.name if entry.dist is not None else "an unknown package"
+    what = f"the extension {entry.name!r} ({entry.value}, of the package {owner})"
+    remedy = f"mend or uninstall {owner}, or leave it out with {CHOSEN}=none"
+    try:
+        found = entry.load()
+        if callable(found):
+            found()
+    except Exception as error:  # code of others runs here: whatever it raises is named
+        _loaded.discard(f"{GROUP}:{entry.name}")
+        raise ConfigError(f"{what} cannot be loaded: {_said(error)}; {remedy}") from error
+    if not callable(found) and not isinstance(found, ModuleType):
+        raise ConfigError(
+            f"{what} is a {type(found).__name__}: it must name a module, or a function without arguments; {remedy}"
+        )
+
+
+def _import_extension(name: str) -> None:
+    remedy = f"mend it, or take it out of {MODULES}"
+    try:
+        if name.endswith(".py"):
+            load_file(name, f"{MODULES} names {name!r}")
+        else:
+            importlib.import_module(name)
+    except ConfigError as error:
+        _loaded.discard(name)
+        raise ConfigError(f"{error}; {remedy}") from error
+    except ModuleNotFoundError as error:
+        _loaded.discard(name)
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            remedy = f"install its package, put its folder on PYTHONPATH, or take it out of {MODULES}"
+        raise ConfigError(f"{MODULES} names {name!r}: {error}; {remedy}") from error
+    except Exception as error:  # code of others runs here: whatever it raises is named
+        _loaded.discard(name)
+        raise ConfigError(f"{MODULES} names {name!r}: importing it failed: {_said(error)}; {remedy}") from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,181 @@
+"""From a completion to the message that an agent is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+
+from turnwise.errors import BudgetSpent, InferenceError, SessionError
+from turnwise.model.canonical import Canonical, canonical_arguments, canonical_messages
+from turnwise.model.core import Renderer
+from turnwise.recorder.tree import Match
+from turnwise.types import Completion, Message, SamplingParams, StopReason, ToolCall, text_of
+
+
+def check_completion(completion: Completion, params: SamplingParams, session_id: str) -> None:
+    """Hold a completion to the contract of clients.
+
+    Raises:
+        InferenceError: It ended with something else than ``stop`` or ``length``.
+        SessionError: The client broke its contract.
+    """
+    ids, finish = completion.token_ids, completion.finish_reason
+    if finish not in ("stop", "length"):
+        raise InferenceError(f"session {session_id}: a completion ended with {finish!r}; nothing was recorded")
+    # A sum is finite only if everything in it is.
+    if not math.isfinite(sum(completion.logprobs.tolist())):
+        raise SessionError(f"session {session_id}: a completion came with a logprob that is not finite")
+    if len(ids) == 0 or len(completion.logprobs) != len(ids):
+        raise SessionError(
+            f"session {session_id}: a completion of {len(ids)} ids came with {len(completion.logprobs)} logprobs"
+        )
+    if finish == "stop" and not params.stop and int(ids[-1]) not in params.stop_token_ids:
+        raise SessionError(
+            f"session {session_id}: the client says 'stop', but the last id {int(ids[-1])} is no stop id "
+            f"{params.stop_token_ids} and no stop string was given: it broke its contract"
+        )
+    covered = 0
+    for _, start, end in completion.weight_versions:
+        if start != covered or end <= start:
+            covered = -1
+            break
+        covered = end
+    if covered != len(ids):
+        raise SessionError(
+            f"session {session_id}: weight version spans {completion.weight_versions} do not cover {len(ids)} ids"
+        )
+
+
+def read_completion(
+    renderer: Renderer, completion: Completion, match: Match, params: SamplingParams
+) -> tuple[Message, bool]:
+    """Return what the ids mean, and whether a length limit cut the turn (no stop id at its end)."""
+    message = renderer.parse(completion.token_ids, match.ids, match.tools)
+    cut = int(completion.token_ids[-1]) not in renderer.stop_ids
+    if cut and params.stop:
+        # The agent is given the text before the stop string; the ids up to it stay recorded.
+        text = text_of(message)
+        ends = [position for position in (text.find(stop) for stop in params.stop) if position >= 0]
+        if ends:
+            message["content"] = text[: min(ends)]
+    return message, cut and completion.finish_reason == "length"
+
+
+def answer(message: Message, turn: int, issued: Container[str], *, cut: bool) -> tuple[Message, Canonical]:
+    """Return the message that the agent is given, and its canonical form.
+
+    The turn is named, and its calls have ids of their own. A call whose arguments can be neither shown nor kept is
+    given an error.
+
+    Args:
+        message: What the completion means.
+        turn: How many turns of the session came before.
+        issued: Ids that its calls must not have: those of the calls of those turns, and of others.
+        cut: Whether a length limit cut it.
+    """
+    calls: list[ToolCall] = []
+    for position, call in enumerate(message.get("tool_calls") or ()):
+        if call.error is not None:
+            # Compared and rendered by its raw text, so nothing else would look at its arguments.
+            call = _usable(call)
+        calls.append(replace(call, id=_new_id(call.id, turn, position, issued, calls)))
+    given: Message = {
+        "role": "assistant",
+        "content": text_of(message),
+        "turn_id": f"t{turn}",
+        "finish_reason": "length" if cut else "stop",
+    }
+    if calls:
+        given["tool_calls"] = calls
+    reasoning = message.get("reasoning_content")
+    if reasoning:
+        given["reasoning_content"] = reasoning
+    try:
+        meant = canonical_messages([given])[0]
+    except SessionError:
+        given["tool_calls"] = [_usable(call) for call in calls]
+        meant = canonical_messages([given])[0]
+    # Ids prove which turn a message is; where there are none, only what it says can tell.
+    return given, replace(meant, turn=given["turn_id"]) if meant.calls else meant
+
+
+def _new_id(own: str, turn: int, position: int, issued: Container[str], before: Sequence[ToolCall]) -> str:
+    """Return the model's own id, or where it gave none or one that is taken, another one."""
+    while not own or own in issued or any(call.id == own for call in before):
+        # Nine letters and digits: what the strictest chat template (Mistral's) accepts. A model may have written
+        # such an id itself.
+        own = f"c{turn:05d}{position:03d}"
+        position += 1
+    return own
+
+
+def _usable(call: ToolCall) -> ToolCall:
+    try:
+        canonical_arguments(call.arguments)
+    except SessionError as error:
+        return replace(call, arguments={}, error=call.error or str(error))
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What a session may use.
+
+    Attributes:
+        context_length: Most tokens that prompt and completion may have together.
+        max_tokens_per_turn: Most tokens of one completion.
+        max_total_tokens: Most committed tokens over all branches, prompts included. Nothing is reserved for requests
+            in flight: those that sample at the same time may go beyond it together.
+        max_turns: Most model calls.
+    """
+
+    context_length: int
+    max_tokens_per_turn: int | None = None
+    max_total_tokens: int | None = None
+    max_turns: int | None = None
+
+
+def room_for(
+    limits: SessionLimits, session_id: str, *, prompt: int, committed: int, requests: int, wanted: int | None
+) -> int:
+    """Return how many tokens a request may sample.
+
+    Args:
+        limits: Of the session.
+        session_id: Whose error it is.
+        prompt: Tokens of the prompt.
+        committed: Tokens of the session so far, over all branches.
+        requests: How many were sent before.
+        wanted: The request's own limit.
+
+    Raises:
+        BudgetSpent: Nothing is left.
+    """
+    if limits.max_turns is not None and requests >= limits.max_turns:
+        raise BudgetSpent(
+            StopReason.MAX_TURNS,
+            f"session {session_id}: all {limits.max_turns} turns are used",
+            used=requests,
+            limit=limits.max_turns,
+        )
+    room = limits.context_length - prompt
+    if room <= 0:
+        raise BudgetSpent(
+            StopReason.CONTEXT_OVERFLOW,
+            f"session {session_id}: the prompt has {prompt} tokens, the context {limits.context_length}",
+            used=prompt,
+            limit=limits.context_length,
+        )
+    allowed = [room]
+    if limits.max_total_tokens is not None:
+        left = limits.max_total_tokens - committed
+        if left <= 0:
+            raise BudgetSpent(
+                StopReason.MAX_TOKENS,
+                f"session {session_id}: all {limits.max_total_tokens} tokens are used",
+                used=committed,
+                limit=limits.max_total_tokens,
+            )
+        allowed.append(left)
+    return min(allowed + [n for n in (limits.max_tokens_per_turn, wanted) if n is not None])

@@ -1,0 +1,213 @@
+"""The canonical form of conversations that grow: what is known already is not reduced again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.errors import SessionError
+from turnwise.model.canonical import Canonical, Canonicalizer, Recognise, TemplateArguments, canonical_tools
+from turnwise.recorder.tree import RootKey
+from turnwise.types import Message, ToolCall, ToolSchema
+
+# So many conversations of one session are remembered: an agent and the sub-agents that it talks to in turn.
+_CONVERSATIONS = 4
+# What an assistant's message holds that no agent over HTTP hands back.
+_OWN = ("turn_id", "finish_reason")
+
+
+@dataclass(slots=True)
+class _Remembered:
+    """The last request of one conversation.
+
+    Attributes:
+        messages: Copies of its messages.
+        forms: What they mean.
+        switches: What ``==`` alone may take for something else in the calls of the messages, by message.
+    """
+
+    messages: list[Mapping[str, Any]]
+    forms: list[Canonical]
+    switches: list[tuple[int, list[Switch]]]
+
+
+class History:
+    """The canonical forms of conversations that grow: what is equal to an earlier request is not reduced again.
+
+    Args:
+        recognise: Tells which turn a message is; see :class:`~turnwise.model.canonical.Canonicalizer`.
+    """
+
+    __slots__ = ("_conversations", "_recognise", "_said")
+
+    def __init__(self, recognise: Recognise | None = None) -> None:
+        self._recognise = recognise
+        # The one used last stands last.
+        self._conversations: list[_Remembered] = []
+        # What was said last, as it was given and without what only this package puts there; and what it means.
+        self._said: tuple[tuple[Mapping[str, Any], ...], Canonical] | None = None
+
+    def said(self, message: Message, form: Canonical) -> None:
+        """Take note of the message that an agent was given last: most agents hand back the very same.
+
+        Args:
+            message: The message, which nobody edits.
+            form: Its canonical form; all its calls have ids.
+        """
+        self._said = (message, {key: value for key, value in message.items() if key not in _OWN}), form
+
+    def reduce(self, messages: Sequence[Message]) -> list[Canonical]:
+        """Return the canonical form of a request's messages.
+
+        Raises:
+            SessionError: There are none, the last one is an assistant message, or one cannot be placed.
+        """
+        if not messages:
+            raise SessionError("messages is empty: a request needs at least one message")
+        last, known = self._closest(messages)
+        result = last.forms[:known]
+        reducer = Canonicalizer(self._recognise)
+        reducer.resume(messages, result[:])
+        # Agents edit lists and messages in place: what is remembered is a copy.
+        fresh: list[Mapping[str, Any]] = []
+        for index in range(known, len(messages)):
+            message: Mapping[str, Any] = messages[index]
+            said = self._handed_back(message)
+            if said is not None:
+                copied, form = said
+                reducer.skip(message, form)
+            else:
+                form = reducer.reduce(index, message)
+                copied = snapshot(message if type(message) is dict else dict(message))
+                if copied.get("role") == form.role:
+                    copied["role"] = form.role  # the one text that all share
+            fresh.append(copied)
+            result.append(form)
+        if result[-1].role == "assistant":
+            raise SessionError(
+                f"messages[{len(result) - 1}] is an assistant message: continuing one (prefill) is not supported; "
+                "end the request with a user or tool message"
+            )
+        self._remember(last, known, fresh, result)
+        return result
+
+    def _handed_back(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], Canonical] | None:
+        """Return a copy of a message and its form, where it is what was said last."""
+        if self._said is None or message.get("role") != "assistant":
+            return None
+        given, form = self._said
+        return next(((each, form) for each in given if _same(each, message)), None)
+
+    def _remember(self, last: _Remembered, known: int, fresh: list[Mapping[str, Any]], forms: list[Canonical]) -> None:
+        switches = [entry for entry in last.switches if entry[0] < known]
+        for index, remembered in enumerate(fresh, known):
+            found = list(switches_of(remembered.get("tool_calls")))
+            if found:
+                switches.append((index, found))
+        # A conversation that began in another way is one of its own.
+        others = [each for each in self._conversations if each is not last or known * 2 < len(each.messages)]
+        self._conversations = [
+            *others[-(_CONVERSATIONS - 1) :],
+            _Remembered(last.messages[:known] + fresh, list(forms), switches),
+        ]
+
+    def _closest(self, messages: Sequence[Message]) -> tuple[_Remembered, int]:
+        """Return the remembered request that shares most first messages with this one, and how many."""
+        best, most = _Remembered([], [], []), 0
+        for each in reversed(self._conversations):
+            known = _known(each, messages)
+            if known > most:
+                best, most = each, known
+            if most == len(each.messages):
+                break
+        return best, most
+
+
+class Offers:
+    """The tools that the last request offered, and what its root is known by."""
+
+    __slots__ = ("_key", "_switches", "_tools")
+
+    def __init__(self) -> None:
+        self._tools: tuple[ToolSchema, ...] = ()
+        self._key: RootKey = ((), ())
+        self._switches: list[Switch] = []
+
+    def offered(
+        self, tools: tuple[ToolSchema, ...], arguments: TemplateArguments
+    ) -> tuple[tuple[ToolSchema, ...], RootKey]:
+        """Return a request's tools and the key of its root. They are copies: what was offered stays, whoever edits its
+        schema.
+        """
+        if tools != self._tools or not same_switches(self._switches, [tool.parameters for tool in tools]):
+            self._tools = copy.deepcopy(tools)
+            self._key = (canonical_tools(self._tools), ())
+            self._switches = list(switches_of([tool.parameters for tool in self._tools]))
+        return self._tools, (self._key[0], arguments) if arguments else self._key
+
+
+def _known(last: _Remembered, messages: Sequence[Message]) -> int:
+    """Return how many messages, from the first one on, are those of a remembered request."""
+    seen = last.messages
+    known = min(len(seen), len(messages))
+    # A list is compared at once, which is the usual case: the last request's messages and some more.
+    if list(messages[:known]) != (seen if known == len(seen) else seen[:known]):
+        known = next((index for index in range(known) if seen[index] != messages[index]), known)
+    for index, switches in last.switches:
+        if index >= known:
+            break
+        if not same_switches(switches, messages[index]["tool_calls"]):
+            return index
+    return known
+
+
+def _same(seen: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Whether a message is the remembered one. ``==`` alone takes True and 1 for the same argument."""
+    return seen == message and same_switches(switches_of(seen.get("tool_calls")), message.get("tool_calls"))
+
+
+def snapshot(value: Any) -> Any:
+    """Return a copy that no edit of the original reaches; quick for the values that messages are made of."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    if kind is list:
+        return [snapshot(item) for item in value]
+    if kind is ToolCall:
+        return ToolCall(value.id, value.name, snapshot(value.arguments), value.raw, value.error)
+    return copy.deepcopy(value)
+
+
+_ARGUMENTS: Any = object()
+Switch = tuple[tuple[Any, ...], bool]
+"""Where a boolean or a number equal to one stands, and which of both it is."""
+
+
+def switches_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[Switch]:
+    """Yield the switches of a value: what ``==`` takes for each other although they are different arguments."""
+    if isinstance(value, (bool, int, float)):
+        if value == 0 or value == 1:
+            yield path, isinstance(value, bool)
+    elif isinstance(value, ToolCall):
+        yield from switches_of(value.arguments, (*path, _ARGUMENTS))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from switches_of(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from switches_of(item, (*path, index))
+
+
+def same_switches(switches: Iterable[Switch], equal: Any) -> bool:
+    """Return whether a value that is equal by ``==`` has booleans where the one with these switches has them."""
+    for path, boolean in switches:
+        value = equal
+        for key in path:
+            value = value.arguments if key is _ARGUMENTS else value[key]
+        if isinstance(value, bool) is not boolean:
+            return False
+    return True

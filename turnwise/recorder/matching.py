@@ -1,0 +1,96 @@
+"""When a message that comes back is the message that was given: equality, and ids as evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Literal
+
+from turnwise.model.canonical import Canonical
+
+EchoPolicy = Literal["same", "strict"]
+"""What becomes of an assistant message whose calls have the ids of a turn but which says something else: ``same``, it
+is that turn; ``strict``, it was edited."""
+ReasoningPolicy = Literal["keep", "template"]
+"""What becomes of the reasoning of earlier turns: ``keep``, what was sampled stays; ``template``, what the model's
+template drops from a history is dropped, which forks."""
+
+
+def same(recorded: Canonical, message: Canonical, *, sampled: bool) -> bool:
+    """Return whether a message of a request means a recorded one.
+
+    White space around what an assistant said or thought means nothing, and reasoning that was sampled may be missing.
+
+    Args:
+        recorded: A message of a node.
+        message: A message of the request.
+        sampled: Whether the recorded one was sampled there.
+    """
+    if recorded is message:
+        return True
+    if recorded.role != "assistant" or message.role != "assistant":
+        return recorded == message
+    if sampled and message.turn is not None:
+        return message.turn == recorded.turn
+    if recorded.calls != message.calls or recorded.text.strip() != message.text.strip():
+        return False
+    reasoning = message.reasoning.strip()
+    return reasoning == recorded.reasoning.strip() or (sampled and not reasoning)
+
+
+def same_context(recorded: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
+    """Return whether messages mean those of a context."""
+    pairs = zip(recorded, messages, strict=False)
+    return len(recorded) == len(messages) and all(same(*pair, sampled=False) for pair in pairs)
+
+
+class Echoes(Container[str]):
+    """The turns of a session by the ids of their calls.
+
+    Args:
+        strict: Whether ids alone prove nothing: a message must also mean the turn.
+
+    Attributes:
+        rewritten: Turns that came back with another meaning than they were given with.
+    """
+
+    __slots__ = ("_foreign", "_issued", "_strict", "_turns", "rewritten")
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.rewritten: set[str] = set()
+        self._strict = strict
+        self._issued: dict[str, str] = {}
+        self._turns: dict[str, Canonical] = {}
+        self._foreign: set[str] = set()
+
+    def __contains__(self, call_id: object) -> bool:
+        """Whether an id must not be given to a new call: one has it, or an agent uses it for a call of its own."""
+        return call_id in self._issued or call_id in self._foreign
+
+    def issue(self, turn_id: str, meant: Canonical) -> None:
+        """Take note of a turn that an agent is given."""
+        if meant.calls:
+            self._turns[turn_id] = meant
+            self._issued.update((call.id, turn_id) for call in meant.calls)
+
+    def turn_of(self, call_id: str) -> str | None:
+        """Return the id of the turn that made a call, or None where no such id was issued."""
+        return self._issued.get(call_id)
+
+    def calls_beside(self, call_id: str) -> int:
+        """Return how many calls the turn of a call made; 0 where no such id was issued."""
+        turn = self._turns.get(self._issued.get(call_id, ""))
+        return 0 if turn is None else len(turn.calls)
+
+    def recognise(self, ids: Sequence[str], message: Canonical) -> Canonical | None:
+        """Return what the session recorded of the turn whose calls have exactly these ids, or None."""
+        if not ids:
+            return None
+        self._foreign.update(call_id for call_id in ids if call_id and call_id not in self._issued)
+        turn = self._turns.get(self._issued.get(ids[0], ""))
+        if turn is None or turn.turn is None or sorted(ids) != sorted(call.id for call in turn.calls):
+            return None
+        if not same(turn, message, sampled=True):
+            if self._strict:
+                return None
+            self.rewritten.add(turn.turn)
+        return turn

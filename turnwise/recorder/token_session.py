@@ -1,0 +1,286 @@
+"""The recorder for agents that handle ids themselves: a prompt of ids in, sampled ids out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.errors import InferenceError, SessionError
+from turnwise.model.canonical import Canonical
+from turnwise.recorder.completion import check_completion, read_completion
+from turnwise.recorder.session import Placed, Recorded, Session
+from turnwise.recorder.tree import Match, Node, RootKey
+from turnwise.trajectory import Segment
+from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt, ToolSchema, as_ids
+
+# No conversation has such a root: no tool is called so.
+_KEY: RootKey = ((("<ids>", "", ""),), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an agent says of one branch: the prompt that it began with, and what followed.
+
+    Attributes:
+        prompt_ids: Ids that the model was shown first; none of them is trained.
+        response_ids: All that followed: what was sampled, and what the agent put in between.
+        mask: 1 where an id was sampled and is to be trained, else 0.
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    mask: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A branch as it was read: its name in errors, all its ids, how many of them are the prompt, which are wanted."""
+
+    where: str
+    ids: TokenIds
+    prompt_tokens: int
+    wanted: npt.NDArray[np.bool_]
+
+    @property
+    def last(self) -> int:
+        """Where its last wanted id is, -1 where it wants none."""
+        return int(np.flatnonzero(self.wanted)[-1]) if self.wanted.any() else -1
+
+
+class _Way(NamedTuple):
+    """A path along which the ids of a branch were seen, as far as they were: its last node, how many ids, and its
+    sampled nodes with the places of the ids that are theirs.
+    """
+
+    tail: int
+    reach: int
+    turns: list[tuple[Node, int, int]]
+
+
+class TokenSession(Session):
+    """A session that is asked with messages, with ids, or with both; arguments of :class:`Session`."""
+
+    _left_out: dict[int, npt.NDArray[np.bool_]] | None = None
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, tools: Sequence[ToolSchema] = ()
+    ) -> Recorded:
+        """Ask for a completion of these very ids and record both.
+
+        Args:
+            prompt_ids: All that the model is to see.
+            params: Sampling parameters instead of the session's.
+            tools: By which calls in the completion are read. They are no part of the prompt.
+
+        Raises:
+            SessionError: The ids are none, or the client broke its contract.
+            BudgetSpent: Nothing is left to sample. Nothing was sent.
+            InferenceError: The server failed. Nothing was committed.
+        """
+        request = self._place(_ids("prompt_ids", prompt_ids), params)
+        try:
+            completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
+            return Recorded(request.opened(), completion, self._commit_ids(request, completion, tools))
+        except (InferenceError, SessionError) as error:
+            self._failure = error
+            raise
+
+    def keep(self, branches: Sequence[Kept]) -> None:
+        """Train only what an agent's account of the episode holds: what was sampled with ids and is in no branch of it,
+        or masked there, is left out.
+
+        Raises:
+            SessionError: The account contradicts what was sampled. Nothing is left out then.
+        """
+        claims = [
+            _claim(branch, f"output {number}" if len(branches) > 1 else "the output")
+            for number, branch in enumerate(branches)
+        ]
+        kept = {node.index: np.zeros(node.tokens, np.bool_) for node in self._tree.nodes if node.sampled}
+        # Whatever says all that a branch says also says the beginning of it: the longer one has less to choose from.
+        for claim in sorted(claims, key=lambda each: each.last, reverse=True):
+            self._hold(claim, kept)
+        spoken = {node.index for node in self._tree.nodes if node.sampled and node.key != _KEY}
+        self._left_out = {index: ~mask for index, mask in kept.items() if index not in spoken and not mask.all()}
+
+    def segments(self, *, messages: bool = True) -> list[Segment]:
+        """Return the committed segments, in commit order; see :meth:`Session.segments`."""
+        found = super().segments(messages=messages)
+        for index, mask in (self._left_out or {}).items():
+            found[index] = replace(found[index], left_out=_spans(mask))
+        return found
+
+    # Requests of ids
+
+    def _place(self, prompt: TokenIds, params: SamplingParams | None) -> Placed:
+        parent, used = self._deepest_prefix(prompt)
+        new = prompt[used:].copy()
+        context = next((node for node in self._below(parent) if np.array_equal(node.ids, new)), None)
+        if context is None:
+            self._encoded_tokens += len(new)
+        self._prompt_tokens += len(prompt)
+        meaning = (Canonical("prompt", self.renderer.decode(new)),) if context is None else context.messages
+        match = Match(parent, context, meaning, new, None, len(self._tree.nodes), _KEY, ())
+        limited = self._limited(params or self.params, prompt)
+        self._requests += 1
+        return Placed([], match, TokenPrompt(prompt), limited, self._reason(match, prompt), self.renderer)
+
+    def _below(self, parent: Node | None) -> list[Node]:
+        return [node for node in self._tree.siblings(parent) if node.key == _KEY]
+
+    def _deepest_prefix(self, prompt: TokenIds) -> tuple[Node | None, int]:
+        """Return the turn with the longest path that the prompt begins with, and how long that is.
+
+        At least one id is left: a context holds one. Among equal paths the one committed last is taken.
+        """
+        best: tuple[Node | None, int] = (None, 0)
+        pending: list[tuple[Node, int]] = [(node, 0) for node in self._below(None)]
+        while pending:
+            node, start = pending.pop()
+            end = start + len(node.ids)
+            if end >= len(prompt) or not np.array_equal(node.ids, prompt[start:end]):
+                continue
+            if node.sampled and (best[0] is None or (end, node.index) > (best[1], best[0].index)):
+                best = (node, end)
+            pending.extend((child, end) for child in node.children)
+        return best
+
+    def _reason(self, match: Match, prompt: TokenIds) -> str:
+        """Return why committing this request would make a fork, if it does."""
+        if match.context is not None:
+            return "resample"
+        if match.parent is not None and not match.parent.children:
+            # It makes none, and all that was seen need not be looked through.
+            return "history_edited"
+        shared = max(
+            (_shared(node, prompt) for node in self._tree.nodes if node.key == _KEY and node.sampled), default=0
+        )
+        return "continuation" if shared == len(prompt) else "history_edited" if shared else "restart"
+
+    def _commit_ids(self, request: Placed, completion: Completion, tools: Sequence[ToolSchema]) -> Message:
+        match = request.match
+        check_completion(completion, request.params, self.id)
+        message, cut = read_completion(request.renderer, completion, replace(match, tools=tuple(tools)), request.params)
+        siblings = self._tree.siblings(match.context or match.parent)
+        late = any(node.index >= match.commits for node in siblings)
+        return self._record(replace(request, fork="concurrent" if late else request.fork), completion, message, cut=cut)
+
+    # An agent's account
+
+    def _hold(self, claim: _Claim, kept: dict[int, npt.NDArray[np.bool_]]) -> None:
+        """Find a branch in the tree, and note which of its sampled ids it keeps.
+
+        Several ways are needed where a completion was gone on with as a prompt of its own.
+        """
+        missing = claim.wanted.copy()
+        ways = self._ways_of(claim.ids)
+        while missing.any():
+            way = max(ways, key=lambda each: _worth(each, missing, kept), default=None)
+            if way is None or not any(missing[start:end].any() for _, start, end in way.turns):
+                break
+            for node, start, end in way.turns:
+                kept[node.index][: end - start] |= missing[start:end]
+                missing[start:end] = False
+        wrong = np.flatnonzero(missing)
+        if len(wrong):
+            at = int(wrong[0])
+            raise SessionError(
+                f"{claim.where}: response_mask is 1 at {at - claim.prompt_tokens} (id {int(claim.ids[at])}, "
+                f"{len(wrong)} such ids), but the model did not sample it there: {self._said_there(claim.ids, at)}. "
+                "Append the ids of generate() as they came, and mark everything else with 0"
+            )
+
+    def _ways_of(self, ids: TokenIds) -> list[_Way]:
+        """Return the paths along which these ids were seen, each as far as it goes, that hold something sampled."""
+        found: list[_Way] = []
+        pending: list[tuple[Node, _Way]] = [(node, _Way(-1, 0, [])) for node in self._below(None)]
+        while pending:
+            node, before = pending.pop()
+            start = before.reach
+            end = start + _common(node.ids, ids[start:])
+            if end == start:
+                continue
+            turns = [*before.turns, (node, start, end)] if node.sampled else before.turns
+            way = _Way(node.index, end, turns)
+            whole = end == start + node.tokens
+            on = [child for child in node.children if whole and end < len(ids) and child.ids[0] == ids[end]]
+            pending.extend((child, way) for child in on)
+            if turns and not on:
+                found.append(way)
+        return found
+
+    def _said_there(self, ids: TokenIds, at: int) -> str:
+        """Say what the model did where an account says that it sampled an id."""
+        turns = [node for node in self._tree.nodes if node.sampled and node.key == _KEY]
+        if not turns:
+            return "no ids were sampled in this session"
+        closest = max(turns, key=lambda node: _shared(node, ids))
+        shared = _shared(closest, ids)
+        whole = np.concatenate([node.ids for node in closest.path()])
+        if shared < at:
+            return f"the ids differ from what it saw from {shared} on"
+        if at < len(whole):
+            return f"it sampled {int(whole[at])}" if at >= len(whole) - len(closest.ids) else "it was shown that id"
+        return f"turn {closest.turn_id} ended before it"
+
+
+def _claim(branch: Kept, where: str) -> _Claim:
+    prompt, response = _ids(f"{where}: prompt_ids", branch.prompt_ids), as_ids(branch.response_ids)
+    mask = np.asarray(branch.mask)
+    if mask.shape != response.shape or not np.isin(mask, (0, 1)).all():
+        raise SessionError(
+            f"{where}: response_mask has {mask.size} entries and response_ids {response.size}: give one for each "
+            "id, 1 where the model sampled it and 0 where it did not"
+        )
+    wanted = np.concatenate([np.zeros(len(prompt), np.bool_), mask.astype(np.bool_)])
+    return _Claim(where, np.concatenate([prompt, response]), len(prompt), wanted)
+
+
+def _worth(
+    way: _Way, missing: npt.NDArray[np.bool_], kept: dict[int, npt.NDArray[np.bool_]]
+) -> tuple[int, bool, int, int, int, int]:
+    """Return by what the way is chosen that the missing ids of a branch came; the largest is best.
+
+    First that it holds the last of them, and that no other branch holds that one yet: the model may say the same twice.
+    Then that its turns are missing as a whole: a completion may begin with all that another one says. Then how many ids
+    it holds that no other branch does, how far it goes along, and which was committed last.
+    """
+    last, fresh, torn, found = -1, False, 0, 0
+    for node, start, end in way.turns:
+        here = np.flatnonzero(missing[start:end])
+        if len(here):
+            free = ~kept[node.index][here]
+            last, fresh = start + int(here[-1]), bool(free[-1])
+            torn += len(here) < node.tokens
+            found += int(free.sum())
+    return last, fresh, -torn, found, way.reach, way.tail
+
+
+def _ids(what: str, values: Sequence[int]) -> TokenIds:
+    try:
+        ids = as_ids(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SessionError(f"{what} must be a list of token ids: {error}") from error
+    if ids.ndim != 1 or len(ids) == 0 or int(ids.min()) < 0:
+        raise SessionError(f"{what} must be a list of one token id at least, none below 0; its shape is {ids.shape}")
+    return ids
+
+
+def _shared(node: Node, ids: TokenIds) -> int:
+    """Return how many first ids of a path are these."""
+    return _common(np.concatenate([each.ids for each in node.path()]), ids)
+
+
+def _common(one: TokenIds, other: TokenIds) -> int:
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _spans(mask: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))

@@ -1,0 +1,418 @@
+"""The tree that a session records into: how a request is found in it, and nothing that makes ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import is_
+from typing import NamedTuple
+
+import numpy as np
+
+from turnwise.errors import SessionError
+from turnwise.model.canonical import Canonical, TemplateArguments, argument_values, is_turn
+from turnwise.recorder.matching import same, same_context
+from turnwise.trajectory import Segment
+from turnwise.types import Completion, FinishReason, Logprobs, TokenIds, ToolSchema, VersionSpan
+
+_ID_BYTES = np.dtype(np.int32).itemsize
+ToolsKey = tuple[tuple[str, str, str], ...]
+RootKey = tuple[ToolsKey, TemplateArguments]
+"""What a root is one of: its tools, and the arguments that its template is given."""
+
+
+class Sampled(NamedTuple):
+    """What is kept of a completion besides its ids.
+
+    Attributes:
+        logprobs: float32 of shape [tokens].
+        weight_versions: Spans over the ids.
+        finish_reason: How it ended.
+    """
+
+    logprobs: Logprobs
+    weight_versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+    @classmethod
+    def of(cls, completion: Completion) -> Sampled:
+        """Return what is kept of a completion."""
+        return cls(completion.logprobs, completion.weight_versions, completion.finish_reason)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A node of the tree. Its ids never change; only ``children`` grows.
+
+    Attributes:
+        index: Place in commit order.
+        parent: The node before it.
+        sampled: Whether the model sampled its ids.
+        messages: The canonical messages that it means: those one request added, or the one assistant message.
+        start: How many messages stand before it on its path. (A request may use fewer: empty turns may be missing.)
+        key: The tools of its root, and the arguments of its template.
+        tools: The tools, as schemas.
+        turns: How many sampled nodes the path up to and including it holds.
+        children: Nodes after it, in commit order.
+        completion: What was sampled; sampled nodes only.
+        turn_id: Sampled nodes only.
+        fork: Why it is not the only child of its parent.
+        store: The ids of all nodes of the tree, in commit order, as bytes of int32: a path of nodes that were committed
+            one after the other is a piece of it.
+        at: Where its own ids begin in there.
+        to: Where they end.
+        row: Where the row of nodes begins that lead to it and whose ids stand in one piece before its own.
+        before: The node before that row.
+    """
+
+    index: int
+    parent: Node | None
+    sampled: bool
+    messages: tuple[Canonical, ...]
+    start: int
+    key: RootKey
+    tools: tuple[ToolSchema, ...]
+    turns: int
+    children: tuple[Node, ...] = ()
+    completion: Sampled | None = None
+    turn_id: str | None = None
+    fork: str | None = None
+    store: bytearray = field(default_factory=bytearray)
+    at: int = 0
+    to: int = 0
+    row: int = 0
+    before: Node | None = None
+
+    @property
+    def ids(self) -> TokenIds:
+        """The ids, int32 of shape [tokens], not writeable."""
+        return np.frombuffer(bytes(self.store[self.at : self.to]), np.int32)
+
+    @property
+    def tokens(self) -> int:
+        """How many ids it has."""
+        return (self.to - self.at) // _ID_BYTES
+
+    @property
+    def end(self) -> int:
+        """How many messages the path up to and including this node means."""
+        return self.start + len(self.messages)
+
+    @property
+    def may_be_missing(self) -> bool:
+        """Whether a history without this turn means the same."""
+        return self.sampled and self.messages[0].empty
+
+    def path(self) -> list[Node]:
+        """The nodes from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+def joined(end: Node | None, ids: TokenIds) -> TokenIds:
+    """Return the ids of the path to a node and those that follow it, int32 of shape [tokens], not writeable."""
+    pieces: list[bytes | bytearray] = [ids.tobytes()]
+    while end is not None:
+        pieces.append(end.store[end.row : end.to])
+        end = end.before
+    return np.frombuffer(b"".join(reversed(pieces)), np.int32)
+
+
+def segment_of(node: Node, *, messages: bool) -> Segment:
+    """Return what a trajectory says of a node, with or without what its ids mean."""
+    completion = node.completion
+    parent = -1 if node.parent is None else node.parent.index
+    meant = tuple(message.to_template() for message in node.messages) if messages else ()
+    if completion is None:
+        tools = tuple(tool.to_json() for tool in node.tools) if parent < 0 else None
+        given = argument_values(node.key[1]) if parent < 0 else {}
+        return Segment(
+            node.index, parent, "context", node.ids, meant, fork=node.fork, tools=tools, template_args=given or None
+        )
+    return Segment(
+        index=node.index,
+        parent=parent,
+        kind="sampled",
+        ids=node.ids,
+        messages=meant,
+        turn_id=node.turn_id,
+        logprobs=completion.logprobs,
+        weight_versions=completion.weight_versions,
+        finish_reason=completion.finish_reason,
+        fork=node.fork,
+    )
+
+
+@dataclass(slots=True)
+class Match:
+    """How a request continues the tree.
+
+    Attributes:
+        parent: The sampled node that the new context follows, or None at a root.
+        context: A known context that means all the messages, or None.
+        new: The messages of the new context.
+        ids: The ids of the (new or known) context.
+        why: The reason of the fork, where a matching turn could not be gone on from and this is therefore a root.
+        commits: How many nodes the tree had.
+        key: The request's tools, and the arguments of its template.
+        tools: The tools, as schemas.
+    """
+
+    parent: Node | None
+    context: Node | None
+    new: tuple[Canonical, ...]
+    ids: TokenIds
+    why: str | None
+    commits: int
+    key: RootKey
+    tools: tuple[ToolSchema, ...]
+
+
+def addressed(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:
+    """Return messages that follow a turn, with the ids and names issued for the calls that they answer."""
+    caller = _caller(turn) if any(message.answers is not None for message in new) else None
+    result = []
+    for message in new:
+        if caller is not None and message.answers is not None and message.answers >= 0:
+            call = caller.calls[message.answers]
+            message = replace(message, call_id=call.id, call_name=call.name)
+        result.append(message)
+        if is_turn(message):
+            caller = message
+    return tuple(result)
+
+
+def _caller(turn: Node) -> Canonical | None:
+    """Return the last message of a path whose calls are answered behind it."""
+    node: Node | None = turn
+    while node is not None:
+        for message in reversed(node.messages):
+            if is_turn(message):
+                return message
+        node = node.parent
+    return None
+
+
+Place = tuple[Node, int]
+"""A node, and how many messages of a request lie before it."""
+
+
+@dataclass(slots=True)
+class Opened:
+    """How a request was placed: what the stream of a session yields first.
+
+    Attributes:
+        prompt_tokens: Ids of the prompt.
+        known_tokens: Those of them that an earlier request of the session saw too.
+        tail: The ids of the last context, int32 of shape [tokens]: what a completion is read behind.
+    """
+
+    prompt_tokens: int
+    known_tokens: int
+    tail: TokenIds
+
+
+@dataclass(slots=True)
+class _Trail:
+    """Where the last search got to: one for a conversation that only grew goes on from there.
+
+    Attributes:
+        messages: What was searched for.
+        key: Below which roots.
+        seen: How many nodes the tree had.
+        matched: The nodes whose path means a prefix of the messages, and how long that prefix may be.
+        turns: Those of them that were sampled and have no other such turn behind them, and the longest prefix.
+        whole: The deepest context that means all the messages.
+        later: Nodes behind matched ones that mean more messages than there were.
+    """
+
+    messages: Sequence[Canonical]
+    key: RootKey
+    seen: int = 0
+    matched: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+    turns: dict[Node, int] = field(default_factory=dict)
+    whole: Node | None = None
+    later: list[Place] = field(default_factory=list)
+
+
+class Tree:
+    """All nodes of a session, in commit order.
+
+    Attributes:
+        nodes: In commit order: a parent stands before its children.
+        roots: Contexts without a parent.
+        tokens: Ids of all nodes, each counted once.
+        turns: How many nodes were sampled.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.roots: list[Node] = []
+        self.tokens = 0
+        self.turns = 0
+        self._store = bytearray()
+        self._trail = _Trail((), ((), ()))
+        self._dissolved = False
+
+    def counts(self) -> dict[str, float]:
+        """Return how many turns, branches and forks there are, and tokens of either kind."""
+        sampled = sum(node.tokens for node in self.nodes if node.sampled)
+        return {
+            "turns": self.turns,
+            "branches": sum(not node.children for node in self.nodes),
+            "forks": sum(node.fork is not None for node in self.nodes),
+            "sampled_tokens": sampled,
+            "context_tokens": self.tokens - sampled,
+        }
+
+    def siblings(self, parent: Node | None) -> Sequence[Node]:
+        """Return the children of a node; of None the roots."""
+        return self.roots if parent is None else parent.children
+
+    def add(self, node: Node, ids: TokenIds) -> Node:
+        """Hang a node with these ids under its parent.
+
+        Raises:
+            SessionError: The tree was dissolved.
+        """
+        self._check_whole()
+        if node.parent is None:
+            self.roots.append(node)
+        else:
+            # A tuple of one, which most are, takes half the room of a list.
+            node.parent.children = (*node.parent.children, node)
+        self._keep(node, ids.astype(np.int32, copy=False).tobytes())
+        self.nodes.append(node)
+        self.tokens += node.tokens
+        self.turns += node.sampled
+        return node
+
+    def _keep(self, node: Node, data: bytes) -> None:
+        """Append the ids of a node to those of all nodes."""
+        parent = node.parent
+        node.store, node.at = self._store, len(self._store)
+        self._store += data
+        node.to = len(self._store)
+        if parent is not None and parent.to == node.at:
+            node.row, node.before = parent.row, parent.before
+        else:
+            node.row, node.before = node.at, parent
+
+    def dissolve(self) -> None:
+        """Part all nodes from their children: without cycles they are gone as soon as nobody holds them."""
+        self._dissolved = True
+        for node in self.nodes:
+            node.children = ()
+
+    def _check_whole(self) -> None:
+        if self._dissolved:
+            raise SessionError("this session is closed: nothing more is asked or recorded in it; open another one")
+
+    def context_of(self, match: Match) -> Node | None:
+        """Return the known context with equal messages and equal ids, if there is one."""
+        if match.context is not None:
+            return match.context
+        data = match.ids.tobytes()
+        for node in self.siblings(match.parent):
+            if (
+                node.store[node.at : node.to] == data
+                and node.key == match.key
+                and same_context(node.messages, match.new)
+            ):
+                return node
+        return None
+
+    def deepest(self, messages: Sequence[Canonical], key: RootKey) -> tuple[list[Place], Node | None]:
+        """Find the turns whose path means a prefix, and the deepest context that means all the messages.
+
+        Of each branch only its deepest turn, with the length of that prefix. Most turns first, then most messages;
+        among equals a turn that has not been extended, then the one committed last.
+
+        Args:
+            messages: The request's canonical messages.
+            key: Of the request: only roots of the same tools and arguments are looked at.
+
+        Raises:
+            SessionError: The tree was dissolved.
+        """
+        self._check_whole()
+        trail, pending = self._resumed(messages, key)
+        while pending:
+            node, start = pending.pop()
+            ends, more = _ends(node, start, messages)
+            if more:
+                trail.later.append((node, start))
+            for end in ends:
+                reached = trail.matched.get(node, ())
+                if end not in reached:
+                    trail.matched[node] = (*reached, end)
+                    self._reach(trail, node, end)
+                    pending.extend((child, end) for child in node.children)
+        self._trail = trail
+        found = sorted(trail.turns.items(), key=lambda each: _rank(*each), reverse=True)
+        return found, trail.whole
+
+    def _reach(self, trail: _Trail, node: Node, end: int) -> None:
+        """Take note that a node's path means that many messages."""
+        if node.sampled:
+            behind = any(after in trail.matched for child in node.children for after in child.children)
+            if not behind:
+                trail.turns[node] = max(end, trail.turns.get(node, 0))
+            # A turn's parent is a context, whose parent is the turn before it.
+            if node.parent is not None and node.parent.parent is not None:
+                trail.turns.pop(node.parent.parent, None)
+        elif end == len(trail.messages) and (
+            trail.whole is None or (node.turns, node.index) > (trail.whole.turns, trail.whole.index)
+        ):
+            trail.whole = node
+
+    def _resumed(self, messages: Sequence[Canonical], key: RootKey) -> tuple[_Trail, list[Place]]:
+        """Return where to go on from, and the nodes that are still to be looked at."""
+        last = self._trail
+        known = len(last.messages)
+        # Most messages are the very objects of the last request, so this costs little.
+        if last.key != key or known > len(messages) or not _identical(last.messages, messages[:known]):
+            return _Trail(messages, key, len(self.nodes)), [(root, 0) for root in self.roots if root.key == key]
+        pending = last.later
+        for node in self.nodes[last.seen :]:
+            if node.parent is not None:
+                pending.extend((node, end) for end in last.matched.get(node.parent, ()))
+            elif node.key == key:
+                pending.append((node, 0))
+        whole = last.whole if known == len(messages) else None
+        return _Trail(messages, key, len(self.nodes), last.matched, last.turns, whole), pending
+
+
+def _identical(last: Sequence[Canonical], messages: Sequence[Canonical]) -> bool:
+    """Whether these are the same messages, each the same turn if it is one for certain."""
+    return all(map(is_, last, messages)) or (
+        list(last) == list(messages) and all(one.turn == other.turn for one, other in zip(last, messages, strict=True))
+    )
+
+
+def _ends(node: Node, start: int, messages: Sequence[Canonical]) -> tuple[tuple[int, ...], bool]:
+    """Return how many messages are used up behind a node that begins there, and whether more of them may tell more.
+
+    Behind a turn at least one message is left: there is nothing to go on with otherwise.
+    """
+    if not node.sampled:
+        end = start + len(node.messages)
+        if end > len(messages):
+            return (), True
+        said = all(same(mine, messages[at], sampled=False) for at, mine in enumerate(node.messages, start))
+        return ((end,) if said else ()), False
+    more = start + 1 >= len(messages)
+    ends = []
+    if not more and same(node.messages[0], messages[start], sampled=True):
+        ends.append(start + 1)
+    if node.may_be_missing and start < len(messages):
+        ends.append(start)
+    return tuple(ends), more
+
+
+def _rank(node: Node, used: int) -> tuple[int, int, bool, int]:
+    return (node.turns, used, not node.children, node.index)

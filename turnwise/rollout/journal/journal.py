@@ -1,0 +1,440 @@
+"""The journal of a run: what was rolled out, written down before it counts.
+
+Payloads are written once, in ``trajectories.jsonl``; the journal says where. Only trajectories whose group reward is
+still to come lie in ``pending.jsonl`` until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from turnwise.append_file import AppendFile, writing
+from turnwise.errors import DiskError, FormatError, TrainError
+from turnwise.rollout.journal.state import JOURNAL, SCHEMA_VERSION, Entry, JournalState, Stored, read_journal, seal
+from turnwise.rollout.records import TrajectoryWriter
+from turnwise.rollout.replay.strategies import GroupFacts
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
+
+
+def drop_lost(
+    state: JournalState,
+    file_of: Callable[[Stored], TrajectoryWriter | None],
+    payloads: Path,
+    journal: Path,
+    say: Callable[[str], None],
+    *,
+    max_uses: int = 1,
+) -> None:
+    """Look at everything that is still to be trained, also once more, and forget what a power cut took.
+
+    Raises:
+        FormatError: Something is spoilt, but what was written after it is there.
+    """
+    waiting = {key: entry for key, entry in state.entries.items() if not entry.consumed or entry.reusable(max_uses)}
+    needed = {each for entry in waiting.values() for each in _all(entry)}
+    bad = {each for each in needed if (file := file_of(each)) is None or not file.holds(each.place)}
+    last = max((each.place.offset for each in needed - bad if not each.pending), default=-1)
+    for each in bad:
+        if not each.pending and each.place.offset < last:
+            line = _line_number(payloads, each.place.offset)
+            raise FormatError(
+                f"{payloads}:{line}: trajectory {each.id} is not as it was written (its checksum "
+                f"differs), and whole ones follow: restore the file from a copy, or remove {journal}: what "
+                "no checkpoint has trained is then rolled out again"
+            )
+    for key, entry in waiting.items():
+        if entry.whole is not None and not bad.isdisjoint((*entry.whole.trajectories, *entry.whole.baselines)):
+            entry.whole = None
+        entry.members = {number: each for number, each in entry.members.items() if bad.isdisjoint(each)}
+        if entry.whole is None and not entry.members and not entry.consumed:
+            del state.entries[key]
+    if lost := [each for each in bad if not each.pending]:
+        say(
+            f"{payloads}: {len(lost)} finished trajectories are not whole on disk (power was cut before "
+            "they were forced there): they are rolled out again"
+        )
+
+
+def _all(entry: Entry) -> Iterator[Stored]:
+    """Yield what an entry names, also members of a whole group: what the group is made of again where it is lost."""
+    if entry.whole is not None:
+        yield from entry.whole.trajectories
+        yield from entry.whole.baselines
+    for member in entry.members.values():
+        yield from member
+
+
+def named(event: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield (offset, checksum) of what a line names in trajectories.jsonl."""
+    if event["event"] == "orphan":
+        yield event["place"][0], event["place"][2]
+    elif not event.get("pending"):
+        for _, offset, _, crc in (*event.get("trajectories", ()), *event.get("baselines", ())):
+            yield offset, crc
+
+
+def unnamed(
+    payloads: TrajectoryWriter, since: int, offsets: Mapping[int, int], say: Callable[[str], None]
+) -> list[tuple[Stored, bool]]:
+    """Return the trajectories that no line names, and whether each ended without an error: then its process was killed
+    between the two files.
+
+    Lines at the end that cannot be read are cut off.
+    """
+    found: list[tuple[Stored, bool]] = []
+    spoilt: int | None = None
+    for place, line in payloads.lines(since):
+        if place.offset in offsets:
+            whole = offsets[place.offset] == place.crc
+        else:
+            record = _head(line)
+            whole = record is not None
+            if record is not None:
+                found.append((Stored(str(record["id"]), place), _finished(record)))
+        if whole:
+            spoilt = None
+        elif spoilt is None:
+            spoilt = place.offset
+    if spoilt is not None:
+        say(f"{payloads.path}: the last {payloads.size - spoilt} bytes were not written whole: cut")
+        payloads.truncate(spoilt)
+    return found
+
+
+def _head(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    wanted = {"id", "partition", "error", "stop_reason"}
+    return record if isinstance(record, dict) and wanted <= record.keys() else None
+
+
+def _finished(record: Mapping[str, Any]) -> bool:
+    ended = record["stop_reason"] not in (StopReason.ERROR, StopReason.CANCELLED)
+    return record["partition"] == "train" and record["error"] is None and ended
+
+
+def _line_number(path: Path, offset: int) -> int:
+    with path.open("rb") as file:
+        return file.read(offset).count(b"\n") + 1
+
+
+TRAJECTORIES, PENDING = "trajectories.jsonl", "pending.jsonl"
+_FACTS = tuple(each.name for each in fields(GroupFacts) if each.name not in ("key", "arrived", "uses"))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What earlier processes finished of a group.
+
+    Attributes:
+        group_id: The group; its other members join it.
+        members: Trajectories of the finished members, by number.
+        whole: Whether nothing is missing.
+    """
+
+    group_id: str
+    members: dict[int, list[Trajectory]]
+    whole: bool
+
+
+class Journal:
+    """What a run's processes finished, and what of it was trained; made by :meth:`open`.
+
+    Each method that notes something returns when the line is in the file: a kill after that does not lose it.
+
+    Attributes:
+        next_step: The step after the checkpoint that this process went on from: it drops what is dropped before a step.
+        given_to: The newest step that this process gave groups to.
+        given: Their keys, in order.
+        reusable: What earlier processes trained and may be trained once more, those trained longest ago first.
+        unclaimed: Ids of trajectories that a manager from elsewhere wrote, and put into no group in time.
+    """
+
+    def __init__(self, directory: Path, state: JournalState, file: AppendFile, payloads: TrajectoryWriter) -> None:
+        self._directory = directory
+        self._state = state
+        self._file = file
+        self._payloads = payloads
+        self._pending = TrajectoryWriter(directory / PENDING) if (directory / PENDING).exists() else None
+        # Trajectories that no line names yet.
+        self._written: dict[str, Stored] = {}
+        self._closed = False
+        self._refused = False
+        self.next_step = 1
+        self.given_to = 0
+        self.given: list[str] = []
+        self.reusable: tuple[GroupFacts, ...] = ()
+        self.unclaimed: set[str] = set()
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        part: int = 0,
+        after_step: int = 0,
+        max_uses: int = 1,
+        say: Callable[[str], None] | None = None,
+    ) -> Self:
+        """Open the journal of a run directory, for the only process that works in it.
+
+        Args:
+            directory: The run directory; it is made.
+            part: Number of this process among those that work on the run, from 0.
+            after_step: The step of the checkpoint that it goes on from. What was taken for later steps is there again:
+                their weights are lost.
+            max_uses: How many steps may train a group: noted for the audit.
+            say: Told what a kill or a power cut spoilt.
+
+        Raises:
+            FormatError: A file is spoilt where neither a kill nor a power cut can have done it.
+            TrainError: The disk refuses.
+        """
+        say = say or (lambda _: None)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / JOURNAL
+        read = read_journal(path)
+        state, offsets = JournalState(), dict[int, int]()
+        for number, event in read.events:
+            try:
+                state.apply(event)
+                offsets.update(named(event))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise FormatError(f"{path}:{number}: malformed journal line: {error!r}") from error
+        if read.spoilt:
+            say(
+                f"{path}: the last {read.spoilt} bytes were not written whole (a process was killed, or power cut): cut"
+            )
+        with writing(path):
+            file, payloads = AppendFile(path, cut=True), TrajectoryWriter(directory / TRAJECTORIES)
+            file.truncate(read.end)
+            orphans = [] if state.payload is None else unnamed(payloads, state.payload, offsets, say)
+            journal = cls(directory, state, file, payloads)
+            journal.next_step = after_step + 1
+            # First of all: what is given back has to be on disk, too.
+            state.undo_after(after_step)
+            drop_lost(state, journal._file_of, payloads.path, path, say, max_uses=max_uses)
+            journal._tell(orphans)
+            start = {"part": part, "after_step": after_step, "max_uses": max_uses, "payload": payloads.size}
+            journal._note("start", schema_version=SCHEMA_VERSION, **start)
+            journal.reusable = tuple(_facts(key, entry, entry.arrived) for key, entry in state.stored(max_uses))
+            state.forget_consumed(max_uses)
+        return journal
+
+    def write(self, trajectory: Trajectory) -> None:
+        """Write a trajectory, failed and cancelled ones included; it counts when a member or a group names it.
+
+        Raises:
+            FormatError: It cannot be written as JSON.
+            TrainError: The disk refuses.
+        """
+        with self._writing(self._payloads.path):
+            place = self._payloads.write(trajectory)
+        if trajectory.partition == "train":
+            self._written[trajectory.id] = Stored(trajectory.id, place)
+
+    def member(
+        self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
+    ) -> None:
+        """Note that a member has finished without an error.
+
+        Args:
+            key: What was asked for.
+            group_id: The member's group.
+            member: Its number.
+            trajectories: What it left, written before.
+            pending: Whether their group reward is still to come: then they are kept aside, and written with it.
+
+        Raises:
+            FormatError: A trajectory cannot be written as JSON.
+            TrainError: The disk refuses.
+        """
+        stored = [self._store_aside(each) if pending else self._stored(each) for each in trajectories]
+        more = {"pending": True} if pending else {}
+        records = [each.record() for each in stored]
+        self._note("member", key=key, group=group_id, member=member, trajectories=records, **more)
+        for each in stored if not pending else ():
+            self._written.pop(each.id, None)
+
+    def group(self, group: TrajectoryGroup, facts: GroupFacts) -> int:
+        """Note that a group is whole. Of its trajectories those are written that nobody wrote.
+
+        Args:
+            group: The group.
+            facts: What a strategy may know of it; ``facts.key`` is what was asked for.
+
+        Returns:
+            How many bytes it has on disk.
+
+        Raises:
+            FormatError: A trajectory cannot be written as JSON.
+            TrainError: The disk refuses.
+        """
+        entry = self._state.entries.get(facts.key)
+        members = entry.members.values() if entry is not None and entry.group_id == group.id else ()
+        known = {each.id: each for stored in members for each in stored if not each.pending}
+        trajectories = [known.get(each.id) or self._stored(each) for each in group.trajectories]
+        baselines = [known.get(each.id) or self._stored(each) for each in group.baselines]
+        head = {"task_id": group.task_id, "failed": group.failed, "source": group.source, "partition": group.partition}
+        values = asdict(facts)
+        self._note(
+            "group",
+            key=facts.key,
+            group=group.id,
+            head=head,
+            facts={name: values[name] for name in _FACTS},
+            trajectories=[each.record() for each in trajectories],
+            baselines=[each.record() for each in baselines],
+        )
+        for each in (*trajectories, *baselines):
+            self._written.pop(each.id, None)
+        return sum(each.place.length for each in (*trajectories, *baselines))
+
+    def take(self, step: int, keys: Sequence[str], *, back: bool = False) -> None:
+        """Note that a train step was given these groups, or that it gives them ``back``: it ends, and has not trained
+        them. Raises TrainError where the disk refuses.
+        """
+        self._note("back" if back else "take", step=step, keys=list(keys))
+        if not back:
+            self.given = [*(self.given if step == self.given_to else ()), *keys]
+            self.given_to = step
+
+    def drop(self, step: int, key: str, why: str) -> None:
+        """Note that a group will never be trained, or not once more. Raises TrainError where the disk refuses."""
+        self._note("drop", step=step, key=key, why=why)
+
+    def found(self, key: str) -> Found | None:
+        """Return what is finished and not trained of what was asked for under a key.
+
+        Raises:
+            FormatError: What was written is not there any more.
+        """
+        entry = self._state.entries.get(key)
+        if entry is None or entry.consumed:
+            return None
+        members = {number: self._read(stored) for number, stored in sorted(entry.members.items())}
+        return Found(entry.group_id, members, entry.whole is not None)
+
+    def facts(self, key: str, arrived: int) -> GroupFacts | None:
+        """Return the facts of a group that is whole and not trained; no trajectory is read for it."""
+        entry = self._state.entries.get(key)
+        if entry is None or entry.consumed or entry.whole is None:
+            return None
+        return _facts(key, entry, arrived)
+
+    def load(self, key: str) -> tuple[TrajectoryGroup, int]:
+        """Read a whole group; return it, and how many bytes it has on disk.
+
+        Raises:
+            FormatError: What was written is not there any more.
+            TrainError: The journal knows no such group.
+        """
+        entry = self._state.entries.get(key)
+        if entry is None or entry.whole is None:
+            raise TrainError(f"{self._file_path} knows no whole group of {key!r}")
+        whole = entry.whole
+        group = TrajectoryGroup(
+            entry.group_id,
+            trajectories=self._read(whole.trajectories),
+            baselines=self._read(whole.baselines),
+            **whole.head,
+        )
+        return group, whole.nbytes
+
+    def forget(self, key: str) -> None:
+        """Keep nothing of a group in memory any more; the file keeps its lines."""
+        self._state.entries.pop(key, None)
+
+    def sync(self) -> None:
+        """Force everything to disk: a power cut loses at most what comes after. Raises TrainError where it refuses."""
+        waits = any(each.pending for entry in self._state.entries.values() for each in entry.stored())
+        with self._writing(self._file_path):
+            for file in (self._pending, self._payloads, self._file):
+                if file is not None:
+                    file.sync()
+            if self._pending is not None and not waits:
+                self._pending.truncate(0)
+
+    def close(self) -> None:
+        """Note that the process ended in order, and close the files. Closing twice is no error."""
+        if self._closed:
+            return
+        self._closed = True
+        # Where the disk refused something the note is missing, as after a kill.
+        if not self._refused:
+            with contextlib.suppress(DiskError):
+                if late := sorted(self.unclaimed & self._written.keys()):
+                    self._note("late", ids=late)
+                self._note("end")
+        for file in (self._pending, self._payloads, self._file):
+            if file is not None:
+                file.close()
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            with writing(path):
+                yield
+        except DiskError:
+            self._refused = True
+            raise
+
+    @property
+    def _file_path(self) -> Path:
+        return self._directory / JOURNAL
+
+    def _note(self, event: str, **values: Any) -> None:
+        record = {"event": event, **values}
+        with self._writing(self._file_path):
+            self._file.append(seal(record))
+        self._state.apply(record)
+
+    def _stored(self, trajectory: Trajectory) -> Stored:
+        if trajectory.id not in self._written:
+            with self._writing(self._payloads.path):
+                self._written[trajectory.id] = Stored(trajectory.id, self._payloads.write(trajectory))
+        return self._written[trajectory.id]
+
+    def _store_aside(self, trajectory: Trajectory) -> Stored:
+        with self._writing(self._directory / PENDING):
+            if self._pending is None:
+                self._pending = TrajectoryWriter(self._directory / PENDING)
+            return Stored(trajectory.id, self._pending.write(trajectory), pending=True)
+
+    def _file_of(self, stored: Stored) -> TrajectoryWriter | None:
+        return self._pending if stored.pending else self._payloads
+
+    def _read(self, stored: Sequence[Stored]) -> list[Trajectory]:
+        found = []
+        for each in stored:
+            file = self._file_of(each)
+            if file is None:
+                raise FormatError(f"{self._directory / PENDING} is gone, and trajectory {each.id} was in it")
+            found.append(file.read(each.place))
+        return found
+
+    def _tell(self, orphans: Sequence[tuple[Stored, bool]]) -> None:
+        pending = {each.id for entry in self._state.entries.values() for each in entry.stored() if each.pending}
+        for orphan, finished in orphans:
+            if orphan.id in pending:
+                # It is written again, with its group's reward.
+                self._payloads.strike(orphan.place)
+            elif finished:
+                self._note("orphan", trajectory=orphan.id, place=orphan.record()[1:])
+
+
+def _facts(key: str, entry: Entry, arrived: int) -> GroupFacts:
+    """Return what is known of a group that is whole."""
+    assert entry.whole is not None
+    values: dict[str, Any] = {name: entry.whole.facts[name] for name in _FACTS if name in entry.whole.facts}
+    values["rewards"] = tuple(values.get("rewards", ()))
+    return GroupFacts(**values, key=key, arrived=arrived, uses=len(entry.taken))

@@ -1,0 +1,293 @@
+"""What a journal's events amount to: which groups are finished, which partly, and which were trained.
+
+Events, each with ``event`` and these keys::
+
+    start   part, after_step, payload, max_uses    process ``part`` goes on from the checkpoint of a step;
+                                         trajectories.jsonl has ``payload`` bytes. Takes and drops of later steps are
+                                         undone: what they trained is in no weights any more. A group may be trained in
+                                         ``max_uses`` steps
+    member  key, group, member, trajectories [, pending]    a member ended without an error
+    group   key, group, head, facts, trajectories, baselines    a group is whole
+    take    step, keys                   a train step was given these groups
+    back    step, keys                   it ended without having trained these of them: a later step may
+    drop    step, key, why               a group will never be trained, or not once more
+    orphan  trajectory, place            a process was killed between writing it and saying whose it is
+    late    ids                          trajectories that a manager from elsewhere wrote, and put into no group in time
+    end                                  the process ended in order, and the disk refused nothing
+
+A trajectory is named ``[id, offset, length, crc]``: where it lies in trajectories.jsonl, or in pending.jsonl.
+
+Each line is one JSON object. Its last key, ``crc``, is the crc32 of the line's text without that key.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from turnwise.errors import FormatError
+from turnwise.rollout.records import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A trajectory on disk.
+
+    Attributes:
+        id: The trajectory's.
+        place: Where it lies.
+        pending: Whether in pending.jsonl: its group reward is still to come.
+    """
+
+    id: str
+    place: Place
+    pending: bool = False
+
+    def record(self) -> list[Any]:
+        """Return it as a journal names it."""
+        return [self.id, self.place.offset, self.place.length, self.place.crc]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGroup:
+    """A finished group on disk.
+
+    Attributes:
+        head: Fields of the group besides its trajectories.
+        facts: What a strategy may know of it, as JSON.
+        trajectories: The members'.
+        baselines: What the greedy rollout left.
+    """
+
+    head: dict[str, Any]
+    facts: dict[str, Any]
+    trajectories: tuple[Stored, ...]
+    baselines: tuple[Stored, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(each.place.length for each in (*self.trajectories, *self.baselines))
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is on disk for one key.
+
+    Attributes:
+        group_id: The group.
+        members: Finished members by number.
+        whole: The group, once it was put.
+        arrived: The group's place in the order in which groups became whole, from 0.
+        taken: (train step, place in the order of all takes) of each step that was given it.
+        dropped: (step, why) where it will never be trained, or not once more.
+    """
+
+    group_id: str
+    members: dict[int, tuple[Stored, ...]] = field(default_factory=dict)
+    whole: WholeGroup | None = None
+    arrived: int = 0
+    taken: list[tuple[int, int]] = field(default_factory=list)
+    dropped: tuple[int, str] | None = None
+
+    @property
+    def consumed(self) -> bool:
+        """Whether it was trained, or never will be."""
+        return bool(self.taken) or self.dropped is not None
+
+    def reusable(self, max_uses: int) -> bool:
+        """Return whether it was trained, and may be trained once more."""
+        return self.whole is not None and self.dropped is None and 0 < len(self.taken) < max_uses
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the trajectories that it needs."""
+        if self.whole is not None:
+            yield from self.whole.trajectories
+            yield from self.whole.baselines
+        else:
+            for member in self.members.values():
+                yield from member
+
+
+class JournalState:
+    """What is on disk, by key; :meth:`apply` takes one event after the other.
+
+    Attributes:
+        entries: What is known of each key.
+        payload: Bytes that trajectories.jsonl had when the last process started; None where none did.
+        starts: (part, after_step) of each process.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.payload: int | None = None
+        self.starts: list[tuple[int, int]] = []
+        self._groups = 0
+        self._takes = 0
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take an event.
+
+        Raises:
+            AttributeError, KeyError, TypeError or ValueError: It lacks something, or it is malformed.
+        """
+        match event["event"]:
+            case "start":
+                self._start(int(event["part"]), int(event["after_step"]), int(event["payload"]))
+            case "member":
+                entry = self._entry(event["key"], event["group"])
+                pending = bool(event.get("pending"))
+                entry.members[int(event["member"])] = _stored(event["trajectories"], pending)
+            case "group":
+                entry = self._entry(event["key"], event["group"])
+                trajectories, baselines = _stored(event["trajectories"]), _stored(event["baselines"])
+                entry.whole = WholeGroup(event["head"], event["facts"], trajectories, baselines)
+                entry.arrived, self._groups = self._groups, self._groups + 1
+                # Asked for once more after it was given up.
+                entry.dropped = None
+            case "take":
+                for key in event["keys"]:
+                    self._takes += 1
+                    if key in self.entries:
+                        self.entries[key].taken.append((int(event["step"]), self._takes))
+            case "back":
+                for key in event["keys"]:
+                    if key in self.entries:
+                        self._give_back(self.entries[key], int(event["step"]))
+            case "drop":
+                if event["key"] in self.entries:
+                    self.entries[event["key"]].dropped = int(event["step"]), str(event["why"])
+            case "orphan" | "late" | "end":
+                pass
+            case other:
+                raise ValueError(f"event is {other!r}")
+
+    def stored(self, max_uses: int) -> list[tuple[str, Entry]]:
+        """Return what was trained and may be trained once more, by key; what was trained longest ago comes first."""
+        found = [(key, entry) for key, entry in self.entries.items() if entry.reusable(max_uses)]
+        return sorted(found, key=lambda each: each[1].taken[-1][1])
+
+    def forget_consumed(self, max_uses: int) -> None:
+        """Keep nothing of what nobody will ask for: a run that goes on holds no more than what waits.
+
+        Members whose group reward is still to come stay: they stand aside, in pending.jsonl.
+        """
+        self.entries = {
+            key: entry
+            for key, entry in self.entries.items()
+            if not entry.consumed or entry.reusable(max_uses) or any(each.pending for each in entry.stored())
+        }
+
+    def _start(self, part: int, after: int, payload: int) -> None:
+        self.starts.append((part, after))
+        self.payload = payload
+        self.undo_after(after)
+
+    def undo_after(self, step: int) -> None:
+        """Give back what later steps were given, and what they dropped: their weights are lost."""
+        for entry in self.entries.values():
+            entry.taken = [take for take in entry.taken if take[0] <= step]
+            if entry.dropped is not None and entry.dropped[0] > step:
+                entry.dropped = None
+
+    def _give_back(self, entry: Entry, step: int) -> None:
+        """Undo the last time that a step was given a group, and that it was dropped after that."""
+        of_step = [take for take in entry.taken if take[0] == step]
+        if of_step:
+            entry.taken.remove(of_step[-1])
+        if entry.dropped is not None and entry.dropped[0] == step:
+            entry.dropped = None
+
+    def _entry(self, key: str, group_id: str) -> Entry:
+        found = self.entries.get(key)
+        if found is None or found.group_id != group_id:
+            # Another group for the same key: the one before it was consumed, or is not wanted any more.
+            found = self.entries[key] = Entry(group_id)
+        return found
+
+
+def _stored(records: list[list[Any]], pending: bool = False) -> tuple[Stored, ...]:
+    return tuple(
+        Stored(str(name), Place(int(offset), int(length), int(crc)), pending) for name, offset, length, crc in records
+    )
+
+
+JOURNAL = "journal.jsonl"
+SCHEMA_VERSION = 1
+_SEAL = b',"crc":'
+
+
+@dataclass(frozen=True, slots=True)
+class JournalFile:
+    """A journal, read.
+
+    Attributes:
+        events: (line, what it says) of each line that is whole, in order.
+        end: Bytes of the file up to the end of the last one.
+        spoilt: Bytes that follow: what a kill or a power cut left.
+    """
+
+    events: list[tuple[int, dict[str, Any]]]
+    end: int
+    spoilt: int
+
+
+def seal(record: Mapping[str, Any]) -> bytes:
+    """Return a line (without its line break)."""
+    text = orjson.dumps(record)
+    return b"%b%b%d}" % (text[:-1], _SEAL, zlib.crc32(text))
+
+
+def unseal(line: bytes) -> dict[str, Any] | None:
+    """Return what a line says, or None where it is not as it was written."""
+    text, _, crc = line.rpartition(_SEAL)
+    text += b"}"
+    if crc != b"%d}" % zlib.crc32(text):
+        return None
+    try:
+        record = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and "event" in record else None
+
+
+def read_journal(path: Path) -> JournalFile:
+    """Read a journal; one that is not there is empty.
+
+    Spoilt lines are passed over where a process may have left them: at the end, and before another process starts.
+
+    Raises:
+        FormatError: Another line is spoilt, or has another schema version.
+    """
+    if not path.exists():
+        return JournalFile([], 0, 0)
+    events: list[tuple[int, dict[str, Any]]] = []
+    end = offset = 0
+    spoilt: int | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            offset += len(line)
+            if line == b"\n":
+                continue
+            record = unseal(line[:-1]) if line.endswith(b"\n") else None
+            if record is None:
+                spoilt = spoilt or number
+                continue
+            if record["event"] == "start":
+                if record.get("schema_version") != SCHEMA_VERSION:
+                    version = record.get("schema_version")
+                    raise FormatError(f"{path}:{number}: schema version {version}; this version reads {SCHEMA_VERSION}")
+            elif spoilt is not None:
+                raise FormatError(
+                    f"{path}:{spoilt}: the line is not as it was written (its checksum differs), and whole lines "
+                    "follow: restore the file from a copy, or remove it: what no checkpoint has trained is then rolled "
+                    "out again"
+                )
+            spoilt, end = None, offset
+            events.append((number, record))
+    return JournalFile(events, end, offset - end)

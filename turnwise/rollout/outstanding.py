@@ -1,0 +1,194 @@
+"""Requests in the hands of a rollout manager that was written elsewhere, under a lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+from turnwise.rollout.core import RolloutRequest
+from turnwise.trajectory import TrajectoryGroup
+
+
+class Timer(Protocol):
+    """A call that is to come."""
+
+    def when(self) -> float:
+        """When it comes."""
+
+    def cancel(self) -> None:
+        """Let it not come."""
+
+
+class Clock(Protocol):
+    """What an event loop knows of time."""
+
+    def time(self) -> float:
+        """Return seconds."""
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        """Call something at a time."""
+
+
+class LeaseTable:
+    """When leases run out."""
+
+    def __init__(self) -> None:
+        # Name -> (how long it is good for without a beat, when it runs out).
+        self._held: dict[str, tuple[float, float]] = {}
+
+    def grant(self, name: str, now: float, seconds: float) -> None:
+        """Give something into somebody's hands; a lease of that name is replaced."""
+        self._held[name] = (seconds, now + seconds)
+
+    def beat(self, name: str, now: float) -> bool:
+        """Note a sign of life; False where the lease ran out or never was."""
+        if name not in self._held or self._held[name][1] <= now:
+            return False
+        seconds, _ = self._held[name]
+        self._held[name] = (seconds, now + seconds)
+        return True
+
+    def done(self, name: str) -> bool:
+        """End a lease; False where there is none."""
+        return self._held.pop(name, None) is not None
+
+    def renew(self, now: float) -> None:
+        """Begin every lease anew."""
+        self._held = {name: (seconds, now + seconds) for name, (seconds, _) in self._held.items()}
+
+    def expired(self, now: float) -> list[str]:
+        """Remove the leases that ran out, and return their names in the order in which they did."""
+        over = sorted((until, name) for name, (_, until) in self._held.items() if until <= now)
+        for _, name in over:
+            del self._held[name]
+        return [name for _, name in over]
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When the next lease runs out, if nobody says anything before."""
+        return min((until for _, until in self._held.values()), default=None)
+
+
+class Leases:
+    """Leases with a timer: tells of each that runs out.
+
+    Args:
+        seconds: How long a lease is good for without a sign of life.
+        lost: Told the name of a lease that ran out.
+        clock: By default the running event loop.
+    """
+
+    def __init__(self, seconds: float, lost: Callable[[str], None], clock: Clock | None = None) -> None:
+        self._seconds = seconds
+        self._lost = lost
+        self._clock = clock
+        self._table = LeaseTable()
+        self._timer: Timer | None = None
+        self._due = 0.0
+
+    def grant(self, name: str) -> None:
+        """Give something into somebody's hands."""
+        clock = self._time()
+        self._table.grant(name, clock.time(), self._seconds)
+        # All leases are equally long: the newest is the last to run out.
+        if self._timer is None:
+            self._arm()
+
+    def beat(self, name: str) -> bool:
+        """Note a sign of life; False where the lease ran out or never was."""
+        return self._table.beat(name, self._time().time())
+
+    def done(self, name: str) -> bool:
+        """End a lease; False where there is none."""
+        return self._table.done(name)
+
+    def close(self) -> None:
+        """Tell of nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time(self) -> Clock:
+        if self._clock is None:
+            self._clock = asyncio.get_running_loop()
+        return self._clock
+
+    def _arm(self) -> None:
+        when = self._table.next_expiry
+        if when is not None:
+            self._due = when
+            self._timer = self._time().call_at(when, self._fire)
+
+    def _fire(self) -> None:
+        """The earliest lease may have been renewed or ended since the timer was set: it is set anew then."""
+        self._timer = None
+        now = self._time().time()
+        if now - self._due > self._seconds / 10:
+            # This process was busy with something else: while it was, nobody could be heard.
+            self._table.renew(now)
+        over = self._table.expired(now)
+        self._arm()
+        for name in over:
+            self._lost(name)
+
+
+class HandedOut:
+    """Watches over requests until their groups arrive.
+
+    Args:
+        seconds: How long a request may go without a beat.
+        say: Told what a person should know.
+        clock: By default the running event loop.
+    """
+
+    def __init__(self, seconds: float, say: Callable[[str], None], clock: Clock | None = None) -> None:
+        self._out: dict[str, RolloutRequest] = {}
+        self._seconds = seconds
+        self._say = say
+        self._again: Callable[[RolloutRequest], None] | None = None
+        self._leases = Leases(seconds, self._lost, clock)
+
+    def reissue_by(self, again: Callable[[RolloutRequest], None]) -> None:
+        """Set who has a request rolled out anew whose lease ran out."""
+        self._again = again
+
+    def give(self, requests: Iterable[RolloutRequest]) -> None:
+        """Note that requests were handed out."""
+        for request in requests:
+            self._out[request.key] = request
+            self._leases.grant(request.key)
+
+    def beat(self, request: RolloutRequest) -> bool:
+        """Note that somebody works on a request; False where nobody waits for it."""
+        return self._leases.beat(request.key)
+
+    def arrived(self, group: TrajectoryGroup) -> bool:
+        """Note that a group is there; False where nobody waits for it: another attempt was faster."""
+        asked = (
+            key
+            for key, each in self._out.items()
+            if each.task.id == group.task_id and each.partition == group.partition
+        )
+        key = next(asked, None)
+        if key is None:
+            self._say(f"group {group.id} of task {group.task_id} came too late: another attempt was faster")
+            return False
+        self.forget([key])
+        return True
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Wait for requests no longer."""
+        for key in keys:
+            self._out.pop(key, None)
+            self._leases.done(key)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._leases.close()
+
+    def _lost(self, key: str) -> None:
+        request = self._out[key]
+        self._say(f"task {request.task.id}: no sign of life for {self._seconds:g} s, so it is given out again")
+        if self._again is not None:
+            self._again(request)

@@ -1,0 +1,258 @@
+"""What a run asks of its tasks before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Self
+
+import numpy as np
+
+from turnwise.chat.renderer import shipped_templates
+from turnwise.envs.core import Env, invoke
+from turnwise.envs.registration import env_class, make
+from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError
+from turnwise.model.canonical import canonical_messages
+from turnwise.model.core import Renderer
+from turnwise.rollout.agents import AgentTable
+from turnwise.rollout.config import RolloutConfig
+from turnwise.tasks import Sources, Task
+from turnwise.tools.core import Tool
+from turnwise.tools.loading import Toolbox
+from turnwise.tools.selection import selected
+from turnwise.types import Message, ToolSchema
+
+# The agent that offers the model no tools, whatever the environment has.
+_WITHOUT_TOOLS = "single_turn"
+_SPECS_CHECKED = 32
+_TOOLSETS_HELD = 256
+_USER: Final[Message] = {"role": "user", "content": "Which one?"}
+_SYSTEM: Final[Message] = {"role": "system", "content": "Be brief."}
+_TOOL: Final = ToolSchema("find_item", "Finds it.", {"type": "object", "properties": {"name": {"type": "string"}}})
+
+
+def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sources:
+    """Return the tasks that are named, else those that the environment names itself.
+
+    Args:
+        tasks: What the configuration says.
+        rollout: Names the environment.
+        key: Where it would say so, for messages.
+
+    Raises:
+        ConfigError: Neither names any.
+        RegistryError: There is no such environment.
+    """
+    if tasks is not None:
+        return tasks
+    default = env_class(rollout.env.name).default_tasks
+    if default is None:
+        raise ConfigError(
+            f"{key}: missing, and the environment {rollout.env.name!r} names no tasks of its own (default_tasks): name "
+            "a file of tasks, or pkg.module:function"
+        )
+    return default
+
+
+def check_own(rollout: RolloutConfig) -> None:
+    """See that the run's own environment and agent are there, before a server starts and every episode fails.
+
+    The environment is not made: the rollout makes one when it is prepared.
+
+    Raises:
+        RegistryError: There is no such environment or agent.
+        ConfigError: The agent cannot be loaded, or one of the file of agents cannot be made.
+        AgentError: The agent does not take its configuration.
+    """
+    env_class(rollout.env.name)
+    agents = AgentTable(rollout)
+    agents.own()
+    agents.check()
+
+
+class PromptLimit:
+    """Leaves tasks out whose prompt is too long; made by :meth:`create`.
+
+    Counted are the ids of the first request of an episode that begins with the task's own prompt: its messages, the
+    tools of its environment (those that the task selects) and the generation prompt. What an environment adds when it
+    resets, or draws then, is not counted.
+
+    Args:
+        limit: The most tokens of a prompt.
+        renderer: Messages to ids.
+        rollout: Environment and agent, unless a task names its own.
+        loaded: The tools that the configuration loads for its environment.
+    """
+
+    def __init__(self, limit: int, renderer: Renderer, rollout: RolloutConfig, loaded: Sequence[Tool] = ()) -> None:
+        self._limit = limit
+        self._renderer = renderer
+        self._tools = _PromptTools(rollout, loaded)
+
+    @classmethod
+    async def create(cls, limit: int | None, renderer: Renderer, rollout: RolloutConfig) -> Self | None:
+        """Make one; without a limit nothing is left out, and this is None.
+
+        Raises:
+            ConfigError: The configured tools cannot be loaded.
+            EnvError: An MCP server of theirs cannot be reached.
+        """
+        if limit is None:
+            return None
+        async with Toolbox(rollout.env.tools) as toolbox:
+            return cls(limit, renderer, rollout, await toolbox.tools())
+
+    def __call__(self, task: Task) -> str | None:
+        """Return why a task is left out, or None.
+
+        Raises:
+            TaskError: Its prompt cannot be rendered.
+        """
+        return f"more than {self._limit} tokens" if self.tokens(task) > self._limit else None
+
+    def tokens(self, task: Task) -> int:
+        """Return how many tokens the prompt of a task has.
+
+        Raises:
+            TaskError: It cannot be rendered, or its environment cannot be made.
+        """
+        try:
+            return len(self._renderer.render(canonical_messages(task.messages()), self._tools.of(task)))
+        except TaskError:
+            raise
+        except TurnwiseError as error:
+            raise TaskError(f"task {task.id!r}: its prompt cannot be counted: {error}") from error
+
+
+class _PromptTools:
+    """The tools that stand in the first prompt of a task's episode."""
+
+    def __init__(self, rollout: RolloutConfig, loaded: Sequence[Tool]) -> None:
+        self._rollout = rollout
+        self._loaded = loaded
+        self._toolsets: dict[str, dict[str, Tool]] = {}
+
+    def of(self, task: Task) -> list[ToolSchema]:
+        """Return them. Raises TaskError where the task's environment cannot be made."""
+        if (task.agent or self._rollout.agent.name) == _WITHOUT_TOOLS:
+            return []
+        key = _spec_key(task.env, task.env_config)
+        if key not in self._toolsets:
+            if len(self._toolsets) >= _TOOLSETS_HELD:
+                # Each row may have a configuration of its own, and an environment hangs on every toolset.
+                self._toolsets.clear()
+            self._toolsets[key] = self._toolset(task)
+        return [tool.schema for tool in selected(self._toolsets[key], task).values()]
+
+    def _toolset(self, task: Task) -> dict[str, Tool]:
+        name = task.env or self._rollout.env.name
+        env = made_env(task, self._rollout)
+        if name == self._rollout.env.name and self._loaded:
+            env.add_tools(self._loaded)
+        return env.toolset()
+
+
+async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
+    """Make each environment and agent once that tasks name, to see that it can be made; the first 32 different ones.
+
+    Raises:
+        TaskError: One cannot; the message names the first task that it was named by.
+    """
+    envs: dict[str, Task] = {}
+    agents: dict[str, Task] = {}
+    for task in tasks:
+        if task.env is not None or task.env_config:
+            envs.setdefault(_spec_key(task.env, task.env_config), task)
+        if task.agent is not None or task.agent_config:
+            agents.setdefault(_spec_key(task.agent, task.agent_config), task)
+    for task in list(envs.values())[:_SPECS_CHECKED]:
+        with contextlib.suppress(EnvError):
+            await invoke(made_env(task, rollout), "close")
+    table = AgentTable(rollout)
+    for task in list(agents.values())[:_SPECS_CHECKED]:
+        try:
+            table.of(task)
+        except TurnwiseError as error:
+            raise TaskError(f"task {task.id!r}: its agent cannot be made: {error}") from error
+
+
+async def check_tools_shown(tasks: Iterable[Task], renderer: Renderer, rollout: RolloutConfig) -> None:
+    """See that the prompts of tasks show the tools that their environments offer; the first 32 different ones.
+
+    Nothing is made where the chat template shows tools in prompts with and without a system message.
+
+    Args:
+        tasks: The tasks.
+        renderer: Messages to ids.
+        rollout: Environment and agent, unless a task names its own.
+
+    Raises:
+        ConfigError: A prompt is the same with and without the tools.
+        TaskError: An environment cannot be made.
+        EnvError: An MCP server of the configured tools cannot be reached.
+    """
+    if all(_shows(renderer, messages, [_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])):
+        return
+    each: dict[tuple[str, str], Task] = {}
+    for task in tasks:
+        each.setdefault((_spec_key(task.env, task.env_config), _spec_key(task.agent, task.agent_config)), task)
+    agents = AgentTable(rollout)
+    async with Toolbox(rollout.env.tools) as toolbox:
+        tools = _PromptTools(rollout, await toolbox.tools())
+        for task in list(each.values())[:_SPECS_CHECKED]:
+            if agents.of(task).offers_tools:
+                hold_to_tools(task.env or rollout.env.name, task.messages() or [_USER], tools.of(task), renderer)
+    await agents.close()
+
+
+def hold_to_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSchema], renderer: Renderer) -> None:
+    """Refuse a prompt that is the same with and without its tools.
+
+    Args:
+        env: The environment's name.
+        messages: The conversation's begin.
+        tools: What the environment offers.
+        renderer: Messages to ids.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if tools and not _shows(renderer, messages, tools):
+        raise ConfigError(
+            f"environment {env!r} offers the model tools ({', '.join(tool.name for tool in tools)}), but the chat "
+            "template shows none: the prompt is the same with and without them, so the model could not know of them. "
+            f"Set renderer.chat_template to one that shows tools: {', '.join(shipped_templates())}, or a jinja file"
+        )
+
+
+def _shows(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
+    """Return whether tools change a prompt; also where it cannot be rendered, which is found out by rendering it."""
+    try:
+        with_tools, without = (renderer.render(canonical_messages(messages), offered) for offered in (tools, []))
+    except RenderError:
+        return True
+    # Of a hosted endpoint there are no ids at all.
+    return not len(with_tools) or not np.array_equal(with_tools, without)
+
+
+def made_env(task: Task, rollout: RolloutConfig) -> Env:
+    """Make the environment of a task's episodes, without the tools that the configuration loads for it.
+
+    Raises:
+        TaskError: It cannot be made.
+    """
+    name = task.env or rollout.env.name
+    config = rollout.env.config if name == rollout.env.name else {}
+    try:
+        return make(name, **{**config, **task.env_config})
+    except TurnwiseError as error:
+        raise TaskError(f"task {task.id!r}: its environment cannot be made: {error}") from error
+    except Exception as error:  # an environment's code: what it raises is named as its own
+        raise TaskError(
+            f"task {task.id!r}: its environment {name!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _spec_key(name: str | None, config: dict[str, Any]) -> str:
+    return f"{name or ''} {json.dumps(config, sort_keys=True, default=repr)}"

@@ -1,0 +1,313 @@
+"""What was trained: the rows of every train step, written down for the audit.
+
+File format, one JSON object a line. ``{"event": "start", "schema_version": 1, "part": p, "after_step": n,
+"max_tokens": m}`` when the run's process number ``p`` begins to train after step ``n`` (what an earlier process wrote
+for later steps was never kept: its checkpoint was not reached); then one record a train step and pass over its rows::
+
+    {"step": 3, "epoch": 0, "rows": [{"trajectory": ..., "leaf": 4, "tokens": 61, "spans": [[30, 52]], "digest": ...}]}
+
+Each is written before its update. ``{"event": "undo", "step": 3, "records": 1}`` takes the last records of a step back:
+their update failed before it changed anything, and the step ended without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from turnwise.append_file import AppendFile, writing
+from turnwise.errors import FormatError
+from turnwise.trajectory import TrainSample, Trajectory
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One trained row.
+
+    Attributes:
+        step: The train step, counted from 1.
+        epoch: Which pass over the rows of this step, from 0.
+        trajectory: Id of the trajectory.
+        leaf: Index of the leaf segment.
+        tokens: Length of the row.
+        spans: Trained positions, as (start, end) in order.
+        digest: :func:`row_digest` of what was trained.
+        max_tokens: What rows were cut to, or None.
+    """
+
+    step: int
+    epoch: int
+    trajectory: str
+    leaf: int
+    tokens: int
+    spans: tuple[tuple[int, int], ...]
+    digest: str
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """A file of batches, read.
+
+    Attributes:
+        rows: Rows of the steps that count.
+        steps: How many steps count.
+        rolled_back: Steps that a killed process trained after its last checkpoint.
+        starts: For each process (its number, the step that it went on from), in order.
+        torn: Whether a line is cut off (a process was killed while it wrote).
+    """
+
+    rows: list[BatchRow]
+    steps: int
+    rolled_back: int
+    starts: tuple[tuple[int, int], ...]
+    torn: bool
+
+
+def loss_spans(sample: TrainSample) -> list[tuple[int, int]]:
+    """Return the runs of trained positions of a row, as (start, end) in order."""
+    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0, append=0))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def row_digest(sample: TrainSample) -> str:
+    """Return a digest (blake2b-64, hexadecimal) of a row's ids, mask, rollout logprobs and weight versions."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array, kind in (
+        (sample.input_ids, "<i4"),
+        (sample.loss_mask, "|b1"),
+        (sample.rollout_logprobs, "<f4"),
+        (sample.weight_versions, "<i4"),
+    ):
+        digest.update(np.ascontiguousarray(array, dtype=kind).tobytes())
+    return digest.hexdigest()
+
+
+class BatchWriter:
+    """Appends the rows of train steps to a file; each record is in the file when :meth:`write` returns.
+
+    Args:
+        path: The file; its folder is made.
+        part: Number of this process among those that work on the run, from 0; by default the number of starts that
+            stand in the file.
+        after_step: The step of the checkpoint that training goes on from; 0 at the beginning.
+        max_tokens: What rows are cut to, if they are.
+
+    Attributes:
+        records: How many records of steps this process wrote.
+    """
+
+    def __init__(
+        self, path: Path, *, part: int | None = None, after_step: int = 0, max_tokens: int | None = None
+    ) -> None:
+        self._path = path
+        self.records = 0
+        start = {
+            "event": "start",
+            "schema_version": SCHEMA_VERSION,
+            "part": part,
+            "after_step": after_step,
+            "max_tokens": max_tokens,
+        }
+        with writing(path):
+            self._file = AppendFile(path)
+            self._file.append(orjson.dumps(start))
+
+    def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0) -> None:
+        """Append the rows that a step trains. Raises DiskError where the disk refuses."""
+        rows = [
+            {
+                "trajectory": sample.trajectory_id,
+                "leaf": sample.leaf,
+                "tokens": len(sample.input_ids),
+                "spans": loss_spans(sample),
+                "digest": row_digest(sample),
+            }
+            for sample in samples
+        ]
+        with writing(self._path):
+            self._file.append(orjson.dumps({"step": step, "epoch": epoch, "rows": rows}))
+        self.records += 1
+
+    def undo(self, step: int, records: int) -> None:
+        """Take the last records of a step back: nothing was trained. Raises DiskError where the disk refuses."""
+        if records:
+            with writing(self._path):
+                self._file.append(orjson.dumps({"event": "undo", "step": step, "records": records}))
+
+    def close(self) -> None:
+        """Close the file. Closing twice is no error."""
+        self._file.close()
+
+
+def read_batches(path: Path) -> Batches:
+    """Read a file of batches.
+
+    Raises:
+        FormatError: A line cannot be read that no killed process can have left so, or has another schema version.
+    """
+    records: list[tuple[int, list[BatchRow]]] = []
+    rolled_back: set[int] = set()
+    starts: list[tuple[int, int]] = []
+    max_tokens: int | None = None
+    torn = False
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            following = next((later for later in lines[number:] if later), b"")
+            if following and not following.startswith(b'{"event":"start"'):
+                raise FormatError(f"{path}:{number}: not JSON: {error}") from error
+            torn = True
+            continue
+        try:
+            if record.get("event") == "undo":
+                for _ in range(int(record["records"])):
+                    if not records or records[-1][0] != int(record["step"]):
+                        raise ValueError("it takes back what does not stand before it")
+                    records.pop()
+            elif record.get("event") == "start":
+                if record["schema_version"] != SCHEMA_VERSION:
+                    raise ValueError(f"schema version {record['schema_version']}; expected {SCHEMA_VERSION}")
+                after, max_tokens = int(record["after_step"]), record["max_tokens"]
+                starts.append((len(starts) if record["part"] is None else int(record["part"]), after))
+                rolled_back |= {step for step, _ in records if step > after}
+                records = [(step, rows) for step, rows in records if step <= after]
+            else:
+                records.append((int(record["step"]), [_row(record, row, max_tokens) for row in record["rows"]]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{path}:{number}: malformed batch record: {error!r}") from error
+    rows = [row for _, rows in records for row in rows]
+    return Batches(rows, len({step for step, _ in records}), len(rolled_back), tuple(starts), torn)
+
+
+def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) -> BatchRow:
+    spans = tuple((int(start), int(end)) for start, end in row["spans"])
+    return BatchRow(
+        step=int(record["step"]),
+        epoch=int(record["epoch"]),
+        trajectory=str(row["trajectory"]),
+        leaf=int(row["leaf"]),
+        tokens=int(row["tokens"]),
+        spans=spans,
+        digest=str(row["digest"]),
+        max_tokens=max_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trajectory lies in its file.
+
+    Attributes:
+        offset: Where its line begins.
+        length: Bytes of the line, without its line break.
+        crc: crc32 of them.
+    """
+
+    offset: int
+    length: int
+    crc: int
+
+
+class TrajectoryWriter:
+    """Appends trajectories to a file; each is in the file when :meth:`write` returns.
+
+    Half a line that a killed process left is cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = AppendFile(path, cut=True)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._file.size
+
+    def write(self, trajectory: Trajectory) -> Place:
+        """Append one trajectory, whole or not at all.
+
+        Raises:
+            FormatError: It cannot be written as JSON.
+            OSError: The disk is full, or the file is gone.
+        """
+        line = trajectory.to_bytes()
+        return Place(self._file.append(line), len(line), zlib.crc32(line))
+
+    def holds(self, place: Place) -> bool:
+        """Whether what was written to a place is there."""
+        return zlib.crc32(self._file.read(place.offset, place.length)) == place.crc
+
+    def read(self, place: Place) -> Trajectory:
+        """Return the trajectory that lies in a place.
+
+        Raises:
+            FormatError: Something else lies there.
+        """
+        line = self._file.read(place.offset, place.length)
+        if zlib.crc32(line) != place.crc:
+            raise FormatError(
+                f"{self.path}: the {place.length} bytes at {place.offset} are not those that were written: the file "
+                "was changed, or the disk lost them"
+            )
+        return Trajectory.from_bytes(line)
+
+    def lines(self, offset: int) -> Iterator[tuple[Place, bytes]]:
+        """Yield the lines from an offset on, which is where a line begins, with their places."""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                yield Place(offset, len(line) - 1, zlib.crc32(line[:-1])), line[:-1]
+                offset += len(line)
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to its first ``size`` bytes."""
+        self._file.truncate(size)
+
+    def strike(self, place: Place) -> None:
+        """Make a line unreadable, so that its trajectory can be written again: half written lines lack the brace."""
+        with self.path.open("r+b") as file:
+            file.seek(place.offset + place.length - 1)
+            file.write(b" ")
+
+    def sync(self) -> None:
+        """Force what was written to disk."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file. Closing twice is no error."""
+        self._file.close()
+
+
+def read_trajectories(path: Path) -> Iterator[Trajectory]:
+    """Yield the trajectories of a file in the order in which they were written.
+
+    A line that a killed process left half written is passed over; it has no closing brace, or no line break.
+
+    Raises:
+        FormatError: Another line cannot be read. The message names file and line.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            whole, line = line.endswith(b"\n"), line.rstrip(b"\n")
+            if not line or not line.endswith(b"}"):
+                continue
+            try:
+                yield Trajectory.from_bytes(line)
+            except FormatError as error:
+                if not whole:
+                    return
+                raise FormatError(f"{path}:{number}: {error}") from error

@@ -1,0 +1,1 @@
+"""The replay buffer: which finished groups a train step learns from, and where they wait."""

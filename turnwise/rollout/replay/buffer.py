@@ -1,0 +1,545 @@
+"""The replay buffer of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from turnwise.agents.roles import TRAINED
+from turnwise.errors import TrainError, TurnwiseError
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.producer import MemberRule
+from turnwise.rollout.replay.group_store import GroupStore, versions_of
+from turnwise.rollout.replay.strategies import STALE, Arrival, Choice, Cut, Flight, GroupFacts, Strategy, Tail
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+T = TypeVar("T")
+
+# Up to which change the code that runs has seen the buffer: what came since then ends its wait at once.
+_SEEN: contextvars.ContextVar[int | None] = contextvars.ContextVar("turnwise_seen_change", default=None)
+
+
+class _Call:
+    """Blocking code in a thread, and whether anybody still wants its result."""
+
+    def __init__(self) -> None:
+        self.given_up = False
+
+
+_CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("turnwise_blocking_call", default=None)
+
+
+class Waiting:
+    """Counts changes, and wakes who waits for the next one."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        # Set and replaced at every change: each waiter wakes once per change.
+        self._changed = asyncio.Event()
+        self._changes = 0
+        self._reissued = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocked: set[concurrent.futures.Future[bool]] = set()
+        self._lock = threading.Lock()
+
+    async def changed(self, seconds: float | None = None) -> bool:
+        """Wait until something has changed since this code last asked what is ``ready`` or ``flying``.
+
+        Args:
+            seconds: How long to wait at most; None waits for as long as it takes.
+
+        Returns:
+            Whether something has changed.
+
+        Raises:
+            TurnwiseError: No further group will come: the producer ended with this error.
+        """
+        seen = _SEEN.get()
+        before = self._changes if seen is None else seen
+        self._check()
+        if before == self._changes:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+            self._check()
+        came = self._changes != before
+        # Whoever waits twice without looking waits for two changes.
+        self._see()
+        return came
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait as :meth:`changed` does, in a thread: what a plain ``def sample`` calls.
+
+        Args:
+            seconds: How long to wait at most; None waits for as long as it takes.
+
+        Returns:
+            Whether something has changed.
+
+        Raises:
+            TrainError: It would block the event loop.
+            TurnwiseError: As :meth:`changed`.
+        """
+        loop = self._loop
+        if loop is None or _running() is loop:
+            raise TrainError("wait() would block the run for ever: in an async def, await self.changed() instead")
+        with self._lock:
+            # Who was cancelled while this computed has looked for what waits already.
+            if (call := _CALL.get()) is not None and call.given_up:
+                raise concurrent.futures.CancelledError
+            blocked = asyncio.run_coroutine_threadsafe(self.changed(seconds), loop)
+            self._blocked.add(blocked)
+        try:
+            came = blocked.result()
+            self._see()
+        finally:
+            with self._lock:
+                self._blocked.discard(blocked)
+        return came
+
+    def reissued(self) -> None:
+        """Count what is played anew because whoever had it was lost."""
+        self._reissued += 1
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Run blocking code in a thread. When this is cancelled its wait ends, and it changes nothing any more."""
+        self._loop = asyncio.get_running_loop()
+        mine = _Call()
+        token = _CALL.set(mine)
+        try:
+            return await asyncio.to_thread(call)
+        except asyncio.CancelledError:
+            with self._lock:
+                mine.given_up = True
+                blocked = list(self._blocked)
+            for each in blocked:
+                each.cancel()
+            raise
+        finally:
+            _CALL.reset(token)
+
+    def _on_loop(self, act: Callable[[], T]) -> T:
+        """Do something on the event loop, whoever asks: a buffer is changed nowhere else."""
+        loop = self._loop
+        if loop is None or _running() is loop:
+            return act()
+
+        call = _CALL.get()
+
+        async def acting() -> tuple[T] | None:
+            return None if call is not None and call.given_up else (act(),)
+
+        done = asyncio.run_coroutine_threadsafe(acting(), loop).result()
+        if done is None:
+            raise concurrent.futures.CancelledError
+        return done[0]
+
+    def _see(self) -> None:
+        _SEEN.set(self._changes)
+
+    def _notify(self) -> None:
+        self._changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _counted_reissues(self) -> int:
+        """Return how many there were since this was last asked."""
+        count, self._reissued = self._reissued, 0
+        return count
+
+    def _check(self) -> None:
+        error = self._error
+        if isinstance(error, TurnwiseError):
+            raise error
+        if error is not None:
+            raise TrainError(f"rollouts ended: {type(error).__name__}: {error}") from error
+
+
+def _running() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+PARTITIONS = ("train", "val")
+_EVALUATED = Arrival()
+"""Groups of an evaluation are neither weighed nor dropped."""
+OUSTED = "keep_groups"
+"""Why a group is not trained once more that others took the place of."""
+# So many batches of groups that came back too old in one step mean that none will ever be new enough.
+_HOPELESS = 16
+
+FIELDS = ("tokens", "rewards", "metrics", "messages")
+
+
+class LocalReplayBuffer(Waiting, ReplayBuffer):
+    """Keeps finished groups, per partition, in the order in which they arrive.
+
+    Args:
+        strategy: Chooses the groups of a batch; by default those that arrived first.
+        journal: Where groups to train are noted before they count, and what was handed out; None keeps all of them in
+            memory only.
+        members: Which groups to train are dropped because members failed; by default those without any.
+        tail: How long a batch to train waits for its last groups; by default until they are there.
+        memory_mb: How much memory what the journal has may take, in units of 2**20 bytes on disk.
+
+    Attributes:
+        refills: Whether :meth:`sample` of this class was asked, which has what it lacks asked for.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy | None = None,
+        journal: Journal | None = None,
+        *,
+        members: MemberRule | None = None,
+        tail: Tail | None = None,
+        memory_mb: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.refills = False
+        self._members = members or MemberRule()
+        self._tail = tail
+        self._strategy = strategy or Arrival()
+        self._store = GroupStore(journal, memory_mb)
+        self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
+        for facts in self._store.reusable(self._strategy.keep_groups):
+            self._ready["train"][facts.id] = facts
+        self._flying: dict[str, list[Flight]] = {name: [] for name in PARTITIONS}
+        self._batches: dict[int, list[GroupFacts]] = {}
+        # The last step that asked for groups to train, before that the next one: what is dropped is dropped by it.
+        self._step = self._store.next_step
+        # How many groups were handed out, by partition and step; of the newest step only.
+        self._taken: dict[tuple[str, int], int] = {}
+        self._next_batch = 0
+        self._arrived = 1 + max((facts.arrived for facts in self._ready["train"].values()), default=-1)
+        self._refill: Callable[[int], bool] | None = None
+        self._told: Callable[[GroupFacts, str], None] | None = None
+        self._dropped: Counter[str] = Counter()
+
+    def expect(self, request: RolloutRequest, version: int) -> bool:
+        """Learn that a group was asked for. Where an earlier process finished it and none trained it, it is here; where
+        one finished members of it, it is as old as they are.
+        """
+        ready = self._partition(request.partition)
+        if request.partition == "train":
+            if (facts := self._store.restore(request.key, self._arrived)) is not None:
+                self._arrived += 1
+                ready[facts.id] = facts
+                # That it was dropped may be undone, with its step.
+                self._judge(facts.id, self._store.get(facts.id))
+                self._notify()
+                return True
+            version = self._store.begun_by(request.key, version)
+        flight = Flight(request.key, request.task.id, request.partition, version)
+        self._flying[request.partition].append(flight)
+        return False
+
+    def refill_by(self, refill: Callable[[int], bool]) -> None:
+        """Set who asks for further groups."""
+        self._refill = refill
+
+    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+        """Set who is told of groups that will never be trained."""
+        self._told = told
+
+    def discard(self, keys: Collection[str], why: str) -> None:
+        """Forget groups that were asked for, in flight or here."""
+        self._on_loop(lambda: self._discard(frozenset(keys), why))
+
+    def _discard(self, keys: Collection[str], why: str) -> None:
+        for ready, flying in zip(self._ready.values(), self._flying.values(), strict=True):
+            flights = [each for each in flying if each.key in keys]
+            finished = [facts for facts in ready.values() if facts.key in keys]
+            for flight in flights:
+                flying.remove(flight)
+                self._store.drop_key(self._step, flight.key, why)
+            for facts in finished:
+                self._drop(facts.partition, facts.id, why)
+            if flights or finished:
+                self._notify()
+
+    async def put(self, group: TrajectoryGroup) -> None:
+        """Take a finished group. With a journal it stands there before anybody is woken.
+
+        Raises:
+            FormatError: A trajectory cannot be written as JSON.
+            TrainError: Its partition is unknown, or the disk refuses.
+        """
+        ready, flying = self._partition(group.partition), self._flying[group.partition]
+        # Our ids end with what was asked for: a task may be on its way in two epochs at once. A manager from elsewhere
+        # names groups as it likes: there the task tells.
+        mine = [each for each in flying if each.task_id == group.task_id]
+        flight = next((each for each in mine if group.id.endswith(f"-{each.key}")), mine[0] if mine else None)
+        if flight is not None:
+            flying.remove(flight)
+        # It may give two of them one name, too.
+        name = group.id if group.id not in ready else f"{group.id}#{self._arrived}"
+        facts = replace(facts_of(group, name if flight is None else flight.key, self._arrived), id=name)
+        if facts.oldest_version is None and flight is not None:
+            facts = replace(facts, oldest_version=flight.version)
+        self._store.put(group, facts)
+        ready[name] = facts
+        self._arrived += 1
+        self._judge(name, group)
+        self._notify()
+
+    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
+        """Wait for and hand out ``batch_size`` groups of a partition, as the strategy chooses.
+
+        Returns:
+            As :meth:`take`, and ``replay/wait_s`` (seconds waited). Where the tail is cut the batch has fewer groups:
+            ``straggler/cut_groups`` says how many, ``straggler/wait_s`` how long they were waited for.
+
+        Raises:
+            TurnwiseError: What :meth:`fail` was given.
+            TrainError: An unknown partition, a batch size below 1, all groups were dropped and nobody asks for more, or
+                what is asked for comes back too old again and again.
+        """
+        if batch_size < 1:
+            raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
+        started = time.monotonic()
+        self.refills = True
+        if partition_id == "train":
+            self._step = global_steps
+        strategy, tail = (self._strategy, self._tail) if partition_id == "train" else (_EVALUATED, None)
+        cut, stale = Cut(), 0
+        while True:
+            # Taken before the choice: a group that comes while others are asked for wakes this one, too.
+            changed = self._changed
+            ready, flying = self.ready(partition_id), self.flying(partition_id)
+            self._check()
+            taken = self._taken.get((partition_id, global_steps), 0)
+            choice = strategy.choose(ready, flying, global_steps, batch_size, taken)
+            for group_id, why in choice.drop:
+                self._drop(partition_id, group_id, why)
+                stale += why == STALE
+            if stale > _HOPELESS * batch_size:
+                raise TrainError(
+                    f"step {global_steps}: {stale} groups that were asked for came back too old for replay.strategy, "
+                    f"{_HOPELESS} batches of them: their weight versions do not follow those of the run. Raise "
+                    "replay.max_staleness, or see that the server that samples gets the new weights"
+                )
+            if choice.take is None and tail is not None:
+                # As if nothing were in flight: nobody waits for that any more.
+                smaller = partial(_without_flights, strategy, ready, global_steps, taken)
+                cut = tail.look(smaller, len(ready), batch_size, cut.since, time.monotonic())
+            if (take := choice.take or cut.take) is not None:
+                ref, metrics = self.take(take, global_steps)
+                if tail is not None:
+                    metrics |= cut.metrics(batch_size - len(take), time.monotonic())
+                return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
+            missing = strategy.lacks(self.ready(partition_id), flying, global_steps, batch_size)
+            refill = self._refill if choice.refill and partition_id == "train" else None
+            if missing > 0 and refill is not None and not refill(missing):
+                batch_size = self._smaller(global_steps, batch_size - missing)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if cut.due is None else max(0.0, cut.due - time.monotonic())):
+                    await changed.wait()
+
+    def ready(self, partition_id: str) -> list[GroupFacts]:
+        """Return what is known of the finished groups of a partition, in the order of their arrival."""
+        self._see()
+        return list(self._partition(partition_id).values())
+
+    def flying(self, partition_id: str) -> list[Flight]:
+        """Return the groups of a partition that were asked for and are not finished."""
+        self._partition(partition_id)
+        self._see()
+        return list(self._flying[partition_id])
+
+    def take(self, group_ids: Sequence[str], step: int) -> tuple[BatchRef, dict[str, float]]:
+        """Hand out finished groups of one partition as a batch, in this order.
+
+        Args:
+            group_ids: Their ids.
+            step: The step that asks.
+
+        Returns:
+            The batch, and ``replay/ready`` (finished groups that remain), ``replay/in_flight`` (groups that were asked
+            for and are not finished), ``replay/failed`` (members of the batch's groups that ended in an error),
+            ``replay/staleness_mean`` and ``_max`` (train steps between the weights that sampled them and the step's),
+            ``replay/reused`` (groups that were trained before), ``replay/reissued`` (what was played anew since the
+            batch before) and ``replay/dropped/WHY`` (groups that were dropped since).
+
+        Raises:
+            TrainError: No finished group has such an id, or they are of two partitions.
+        """
+        return self._on_loop(lambda: self._take(group_ids, step))
+
+    def _take(self, group_ids: Sequence[str], step: int) -> tuple[BatchRef, dict[str, float]]:
+        partition = next((name for name, held in self._ready.items() if held.keys() >= set(group_ids)), None)
+        if partition is None or len(set(group_ids)) < len(group_ids):
+            raise TrainError(
+                f"step {step} takes {', '.join(group_ids)}: not finished groups of one partition, each once"
+            )
+        held = self._ready[partition]
+        if partition == "train":
+            self._step = step
+        self._store.take(step, group_ids)
+        facts = [held.pop(group_id) for group_id in group_ids]
+        ref = BatchRef(self._next_batch, tuple(group_ids), tuple(each.key for each in facts))
+        self._next_batch += 1
+        self._batches[ref.id] = facts
+        # Of steps that are over nobody asks any more.
+        before = self._taken.get((partition, step), 0)
+        self._taken = {place: count for place, count in self._taken.items() if place[0] != partition}
+        self._taken[partition, step] = before + len(facts)
+        dropped, self._dropped = self._dropped, Counter()
+        ages = [each.staleness(step) for each in facts]
+        return ref, {
+            "replay/ready": float(sum(each.uses == 0 for each in self.ready(partition))),
+            "replay/in_flight": float(len(self._flying[partition])),
+            "replay/failed": float(sum(each.failed for each in facts)),
+            "replay/staleness_mean": sum(ages) / max(1, len(ages)),
+            "replay/staleness_max": float(max(ages, default=0)),
+            "replay/reissued": float(self._counted_reissues()),
+            "replay/reused": float(sum(each.uses > 0 for each in facts)),
+            **{f"replay/dropped/{why}": float(count) for why, count in dropped.items()},
+        }
+
+    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
+        """Return the groups of a batch, in its order.
+
+        Args:
+            ref: The batch.
+            fields: Which of ``tokens``, ``rewards``, ``metrics`` and ``messages`` the trajectories keep; None keeps
+                all. Without ``tokens`` they have no segments.
+
+        Raises:
+            TrainError: The batch is unknown or released, or a field is unknown.
+            FormatError: A group is not on disk any more as it was written.
+        """
+        if ref.id not in self._batches:
+            raise TrainError(f"batch {ref.id} is not in the buffer: it was released or never handed out")
+        if unknown := [name for name in fields or () if name not in FIELDS]:
+            raise TrainError(f"fields holds {unknown[0]!r}; allowed: {', '.join(FIELDS)}")
+        groups = []
+        for facts in self._batches[ref.id]:
+            groups.append(self._store.get(facts.id))
+            # Reading takes its time: what rolls out goes on meanwhile.
+            await asyncio.sleep(0)
+        if fields is None:
+            return groups
+        wanted = frozenset(fields)
+        return [
+            replace(
+                group,
+                trajectories=[_reduce(member, wanted) for member in group.trajectories],
+                baselines=[_reduce(member, wanted) for member in group.baselines],
+            )
+            for group in groups
+        ]
+
+    async def release(self, ref: BatchRef) -> None:
+        """Forget a batch: it was trained. Groups that may be trained again stay, as many as the strategy keeps; those
+        that were trained longest ago go first. Releasing twice is no error.
+        """
+        kept = self._ready["train"]
+        again = self._strategy.max_uses if self._strategy.keep_groups else 0
+        for facts in self._batches.pop(ref.id, ()):
+            if facts.partition == "train" and facts.uses + 1 < again:
+                kept[facts.id] = replace(facts, uses=facts.uses + 1)
+            else:
+                self._store.forget(facts.id)
+        if not again:
+            return
+        stored = [facts.id for facts in self.ready("train") if facts.uses]
+        for group_id in stored[: max(0, len(stored) - self._strategy.keep_groups)]:
+            self._drop("train", group_id, OUSTED)
+        self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """Make every waiting and later ``sample`` raise; the first error counts. From the loop's thread only."""
+        if self._error is None:
+            self._error = error
+        self._notify()
+
+    def _judge(self, name: str, group: TrajectoryGroup) -> None:
+        if group.partition == "train" and (why := self._members.refuses(group)) is not None:
+            self._drop(group.partition, name, why)
+
+    def _drop(self, partition: str, group_id: str, why: str) -> None:
+        facts = self._ready[partition].pop(group_id)
+        self._store.drop(self._step, group_id, why)
+        # Nobody waits for what was trained.
+        if facts.uses == 0:
+            self._dropped[why] += 1
+            if self._told is not None:
+                self._told(facts, why)
+
+    def _smaller(self, step: int, batch_size: int) -> int:
+        if batch_size < 1:
+            raise TrainError(
+                f"step {step}: all groups that were asked for were dropped ({', '.join(sorted(self._dropped))}), and "
+                "no more are asked for: choose other tasks, or loosen what drops them (replay.filter_groups ...)"
+            )
+        return batch_size
+
+    def _partition(self, name: str) -> dict[str, GroupFacts]:
+        if name not in self._ready:
+            raise TrainError(f"partition is {name!r}; allowed: {', '.join(PARTITIONS)}")
+        return self._ready[name]
+
+
+def _without_flights(strategy: Strategy, ready: Sequence[GroupFacts], step: int, taken: int, batch_size: int) -> Choice:
+    return strategy.choose(ready, (), step, batch_size, taken)
+
+
+def facts_of(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
+    """Return what a strategy may know of a group: of what is trained in it. Frozen policies never get new weights."""
+    trained = [each for each in group.trajectories if each.policy == TRAINED]
+    return GroupFacts(
+        id=group.id,
+        key=key,
+        task_id=group.task_id,
+        partition=group.partition,
+        arrived=arrived,
+        oldest_version=min(versions_of(trained), default=None),
+        rewards=tuple(each.reward for each in trained if each.error is None),
+        failed=group.failed,
+        sampled_tokens=sum(each.sampled_tokens for each in trained),
+        spread=_spread(group),
+    )
+
+
+def _spread(group: TrajectoryGroup) -> dict[str, float]:
+    """Return by reward how far the members lie apart; those of different roles are not compared."""
+    compared: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    for each in group.trajectories:
+        if each.error is None and each.policy == TRAINED:
+            earned: defaultdict[str, float] = defaultdict(float)
+            for _, name, value in each.rewards:
+                earned[name] += value
+            compared[each.group_id].append({**earned, "reward": each.reward})
+    names = {name for members in compared.values() for each in members for name in each}
+    spread = dict.fromkeys(sorted(names), 0.0)
+    for members in compared.values():
+        for name in names:
+            values = [each.get(name, 0.0) for each in members]
+            spread[name] = max(spread[name], max(values) - min(values))
+    return spread
+
+
+def _reduce(trajectory: Trajectory, fields: frozenset[str]) -> Trajectory:
+    segments = trajectory.segments if "tokens" in fields else []
+    if "messages" not in fields:
+        segments = [replace(segment, messages=(), tools=None) for segment in segments]
+    return replace(
+        trajectory,
+        segments=segments,
+        rewards=trajectory.rewards if "rewards" in fields else [],
+        metrics=trajectory.metrics if "metrics" in fields else {},
+    )

@@ -1,0 +1,172 @@
+"""Which isolation works on this machine, found by starting a sandbox with it."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from turnwise.errors import SandboxError, SandboxStartError, SandboxUnavailable
+from turnwise.sandboxes.core import Capabilities, SandboxSpec
+from turnwise.sandboxes.local.boot import landlock, seccomp
+from turnwise.sandboxes.local.isolation import Groups, Rung, find_groups
+from turnwise.sandboxes.local.sandbox import LocalSandbox
+
+if TYPE_CHECKING:
+    from turnwise.sandboxes.local.backend import LocalBackend
+
+logger = logging.getLogger(__name__)
+
+_REMEDY: Final = (
+    "Install bubblewrap (apt-get install bubblewrap) and allow user namespaces "
+    "(sysctl kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+    "--cap-add SYS_ADMIN), or run on a kernel with Landlock (5.13 or newer), or choose the docker backend "
+    "(sandbox.name: docker)"
+)
+
+
+async def climb(
+    backend: LocalBackend, wanted: str, uid: int | None, without: frozenset[str]
+) -> tuple[Rung, Capabilities]:
+    """Return the best rung that works and what it holds back; a weaker one than is there is taken only by name.
+
+    Raises:
+        SandboxUnavailable: None that may be taken works; the message says why, and what helps.
+    """
+    reasons: list[str] = []
+    groups = Groups() if "groups" in without else find_groups()
+    for rung, program in _with_and_without_groups(_candidates(wanted, uid, groups, without, reasons)):
+        backend.try_rung(rung, program)
+        try:
+            capabilities = await _try(backend, rung)
+        except SandboxError as error:
+            reasons.append(f"{rung.isolation}: {error}")
+            continue
+        if rung.isolation == "plain":
+            logger.warning("sandboxes hold NOTHING back (isolation: plain, unsafe)")
+        elif rung.isolation == "landlock":
+            logger.warning("sandboxes are held back by Landlock alone: %s", "; ".join(capabilities.notes))
+        else:
+            logger.info("sandboxes are held back by bubblewrap")
+        return rung, capabilities
+    raise SandboxUnavailable(f"no isolation for local sandboxes. {' '.join(reasons)} {_REMEDY}")
+
+
+def _with_and_without_groups(candidates: Iterator[tuple[Rung, str]]) -> Iterator[tuple[Rung, str]]:
+    """Add to each candidate the same without control groups: that one can be made is only known once one was."""
+    for rung, program in candidates:
+        yield rung, program
+        if rung.groups.folders():
+            yield replace(rung, groups=Groups()), program
+
+
+def _candidates(
+    wanted: str, uid: int | None, groups: Groups, without: frozenset[str], reasons: list[str]
+) -> Iterator[tuple[Rung, str]]:
+    program = shutil.which("bwrap")
+    if wanted in ("auto", "bubblewrap"):
+        if program is None:
+            reasons.append("bubblewrap: there is no program bwrap on PATH.")
+        else:
+            # Older ones cannot forbid user namespaces inside; the filter of system calls does that, too.
+            old = frozenset() if _version(program) >= (0, 8) else frozenset({"userns"})
+            base = Rung("bubblewrap", uid, groups=groups, without=without | old)
+            if uid is not None:
+                yield replace(base, stage="root", overlay=True), program
+            yield replace(base, stage="user", overlay=True, uid=None), program
+            if uid is None:
+                yield base, program
+    if wanted in ("auto", "landlock"):
+        if landlock.version():
+            base = Rung("landlock", uid, groups=groups, without=without)
+            if uid is not None:
+                yield replace(base, stage="root", overlay=True), ""
+            yield base, ""
+        else:
+            reasons.append(f"landlock: this kernel ({platform.release()}) has none.")
+    if wanted == "plain":
+        yield Rung("plain", None, groups=groups, without=without), ""
+
+
+def _version(program: str) -> tuple[int, ...]:
+    """Return the version of bubblewrap; nothing where it does not tell."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(int(number) for number in re.findall(r"\d+", done.stdout)[:3])
+
+
+async def _try(backend: LocalBackend, rung: Rung) -> Capabilities:
+    """Start a sandbox on a rung, look around in it, and return what it holds back."""
+    workspace = backend.place("probe").state / "probe"
+    workspace.mkdir(exist_ok=True)
+    (workspace / "file").write_text("seen")
+    sandbox = LocalSandbox(backend, SandboxSpec(workspace=workspace), f"{backend.place('probe').state.name}-probe")
+    try:
+        await sandbox.launch()
+        seen = await sandbox.exec("cat file && echo changed > file && cat /proc/self/mounts")
+        if not seen.ok or not seen.stdout.startswith(b"seen"):
+            raise SandboxStartError(f"a file was not seen or not writable: {seen.text.strip()}")
+    finally:
+        await sandbox.close()
+    return _capabilities(rung, overlay=b"/work overlay " in seen.stdout)
+
+
+def _capabilities(rung: Rung, overlay: bool) -> Capabilities:
+    strong = rung.isolation == "bubblewrap"
+    notes: list[str] = []
+    memory = rung.groups.memory is not None
+    if not memory:
+        notes.append(
+            "no control group bounds memory: each process is bounded by itself, and all together are looked after ten "
+            "times a second"
+        )
+    if rung.groups.pids is None and not strong:
+        notes.append("no control group bounds processes: they are counted ten times a second")
+    if rung.groups.cpu is None:
+        notes.append("no control group bounds processors: limits.cpus does not hold")
+    filtered = seccomp.program(platform.machine()) is not None
+    if not filtered:
+        notes.append(f"no filter of system calls is known for {platform.machine()}")
+    if strong:
+        if not overlay:
+            notes.append("workspaces are copied: an overlay is not allowed here")
+        if rung.stage is None:
+            notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
+        return Capabilities("bubblewrap", disk=rung.stage is not None, kernel=filtered, notes=tuple(notes))
+    version = landlock.version() if rung.isolation == "landlock" else 0
+    contained = rung.isolation == "landlock"
+    bounded = rung.stage is not None
+    if contained:
+        if version < 4:
+            notes.append(f"Landlock {version} leaves TCP open (4 or newer: Linux 6.7)")
+        if version < 6:
+            notes.append(f"Landlock {version} leaves signals and abstract sockets open (6 or newer: Linux 6.12)")
+        notes.append(
+            "UDP, the machine's process list and System V IPC are in reach, and the workdir is not where the spec "
+            "names it"
+        )
+        if not bounded:
+            notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
+    else:
+        notes.append("whatever this user may do, code inside may do")
+    return Capabilities(
+        rung.isolation,
+        filesystem=contained,
+        processes=False,
+        network=False,
+        memory=memory,
+        pids=rung.groups.pids is not None,
+        disk=bounded,
+        kernel=False,
+        snapshots=True,
+        expose=False,
+        images=False,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,377 @@
+"""What the launcher is told to do for one sandbox.
+
+:func:`host_python` is what a sandbox needs to have them; :func:`base_executable` the program itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from turnwise.errors import SandboxUnavailable
+from turnwise.sandboxes.core import Mount, SandboxSpec
+from turnwise.sandboxes.local.boot import seccomp
+from turnwise.sandboxes.local.isolation import RESERVE, Rung
+
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def base_executable() -> Path:
+    """Return the interpreter's program where its standard library and its libraries lie beside it.
+
+    A virtual environment may hold a copy of the program, which finds neither once it is shown alone: it would run on
+    the libraries of another Python of the machine, or not at all.
+    """
+    return Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
+
+
+def host_python() -> tuple[tuple[Mount, ...], dict[str, str]]:
+    """Return mounts and variables with which ``python`` inside is the interpreter of this process, with its packages.
+
+    Everything is seen where it is on the host, so that the links and paths in it hold. What is on the host's system
+    folders is not mounted: ``local`` shows them, and an image has its own.
+
+    Returns:
+        What to put into ``SandboxSpec.mounts`` and ``SandboxSpec.env``.
+    """
+    folders = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.base_exec_prefix)]
+    # A link on the way (a version manager's "3.11" for "3.11.7") is followed by what it leads to, under its own name.
+    folders += [Path(os.path.realpath(sys.executable)).parents[1], base_executable().parents[1]]
+    home = _home_of(Path(sys.prefix))
+    if home is not None:
+        folders.append(home.parent)
+    places = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    # A .pth file may add another environment's packages.
+    places += [each for each in sys.path if each.endswith(("site-packages", "dist-packages")) and os.path.isdir(each)]
+    for place in map(Path, places):
+        if not any(place.is_relative_to(folder) for folder in folders):
+            folders.append(place)
+    mounts: list[Mount] = []
+    for folder in sorted(set(folders), key=lambda each: len(each.parts)):
+        inside = any(folder.is_relative_to(each) for each in (*_SYSTEM, *(mount.target for mount in mounts)))
+        if not inside and folder != Path("/"):
+            mounts.append(Mount(folder, str(folder)))
+    binaries = os.path.join(sys.prefix, "bin")
+    path = SYSTEM_PATH if binaries in SYSTEM_PATH.split(":") else f"{binaries}:{SYSTEM_PATH}"
+    env = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    if sys.prefix != sys.base_prefix:
+        env["VIRTUAL_ENV"] = sys.prefix
+    return tuple(mounts), env
+
+
+def _home_of(prefix: Path) -> Path | None:
+    """Return the folder of programs that a virtual environment was made from, as it names it."""
+    try:
+        for line in (prefix / "pyvenv.cfg").read_text().splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "home":
+                return Path(value.strip())
+    except OSError:
+        return None
+    return None
+
+
+USER: Final = "sandbox"
+HOME: Final = f"/home/{USER}"
+INSIDE: Final = 1000
+"""The user's number inside."""
+BOOT: Final = "/run/turnwise/boot"
+PYTHON: Final = "/run/turnwise/python"
+LIBRARIES: Final = "/run/turnwise/lib"
+_FOLDERS: Final = (("work", 0o755), ("home", 0o755), ("tmp", 0o1777), ("vartmp", 0o1777), ("shm", 0o1777))
+KEPT: Final = ("home", "tmp", "vartmp")
+"""Folders that a snapshot keeps besides what a workspace or an image became."""
+_ETC: Final = ("alternatives", "ssl", "ca-certificates")
+COPIED: Final = ("ld.so.cache", "localtime", "mime.types")
+"""Files of the host's ``/etc`` that are copied once: every mount makes a start longer."""
+_SYSTEM_FOLDERS: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The host's folders of one sandbox.
+
+    Attributes:
+        state: The host process's folder; its name tells this process from all others.
+        name: The sandbox.
+        program: How bubblewrap is called.
+    """
+
+    state: Path
+    name: str
+    program: str = ""
+
+    @property
+    def home(self) -> Path:
+        """What is removed at the sandbox's end."""
+        return self.state / "boxes" / self.name
+
+    def files(self, rung: Rung) -> Path:
+        """Where its files are: below its folder, or in a private file system that hides the folder of that name."""
+        return self.home / "files" if rung.stage is None else self.state / "stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a sandbox begins from.
+
+    Attributes:
+        image: A root file system's folder, or None for the host's programs.
+        snapshot: The folder of a snapshot, or None.
+        layers: The folders that the writable one lies on, the uppermost first; empty for an empty workdir.
+    """
+
+    image: Path | None = None
+    snapshot: Path | None = None
+    layers: tuple[Path, ...] = ()
+
+    @property
+    def top(self) -> str:
+        """Which of a sandbox's folders lies on the layers."""
+        return "root" if self.image is not None else "work"
+
+
+def plan(rung: Rung, spec: SandboxSpec, place: Place, origin: Origin) -> dict[str, Any]:
+    """Return what the launcher does for a sandbox."""
+    # Where processes are counted by the group alone, the agent's own are among those that may be.
+    reserve = RESERVE if rung.isolation == "bubblewrap" else 0
+    groups = rung.groups.plan(place.state.name, place.name, spec.limits, reserve)
+    made: dict[str, Any] = {
+        "id": place.name,
+        "home": str(place.home),
+        "groups": groups,
+        "uid": rung.uid,
+        "copies": [],
+        "stage": None,
+        "landlock": None,
+        "reveal": [],
+        "seccomp": None,
+        "nested": rung.isolation == "bubblewrap",
+        "env": {"PATH": os.defpath, "LC_ALL": "C"},
+        "cwd": "/",
+    }
+    files = place.files(rung)
+    seen = _files(made, rung, spec, files, origin)
+    if rung.isolation == "bubblewrap":
+        made["seccomp"] = "pass" if _filtered(rung) else None
+        made["argv"] = _bubblewrap(rung, spec, place, origin, files, seen)
+    else:
+        made["argv"] = [str(base_executable()), "-I", "-S", f"{place.state}/boot/agent.pyc", "{control}"]
+        made["cwd"] = str(files / "work")
+        if rung.uid is not None:
+            made["reveal"] = [str(interpreter()), *(str(mount.source.absolute()) for mount in spec.mounts)]
+        # Also where nothing is held back: one `kill -1` by mistake would end every process of this user.
+        made["seccomp"] = "inherit"
+        if rung.isolation == "landlock" and "landlock" not in rung.without:
+            made["landlock"] = _landlock(spec, place, files)
+    return made
+
+
+def _filtered(rung: Rung) -> bool:
+    return "seccomp" not in rung.without and seccomp.program(os.uname().machine) is not None
+
+
+def _files(made: dict[str, Any], rung: Rung, spec: SandboxSpec, files: Path, origin: Origin) -> list[tuple[str, str]]:
+    """Plan the files of a sandbox; return what of the host is seen inside, and where the launcher shows it."""
+    folders = [[name, mode] for name, mode in (*_FOLDERS, *([("root", 0o755)] if origin.image else []))]
+    wanted = [(str(mount.source.absolute()), mount.target) for mount in spec.mounts]
+    copies: list[dict[str, Any]] = []
+    overlays: list[dict[str, Any]] = []
+    if origin.layers:
+        if rung.overlay:
+            folders += [[f"{origin.top}.upper", 0o755], [f"{origin.top}.ovl", 0o700]]
+            lowers = [[str(layer), layer.stat().st_uid] for layer in origin.layers]
+            overlays.append({"name": origin.top, "lowers": lowers})
+        else:
+            source, target = str(origin.layers[0]), str(files / origin.top)
+            copies.append({"source": source, "target": target, "owner": rung.uid})
+    if origin.snapshot is not None:
+        for name in KEPT:
+            kept = {"source": str(origin.snapshot / name), "target": str(files / name), "owner": rung.uid}
+            copies.append(kept)
+    made["copies"] = copies
+    made["folders"] = {"at": str(files), "names": folders, "owner": rung.uid}
+    if rung.stage is None:
+        return wanted
+    # Root sees what the sandbox's user does not: it shows each to it at a place of the private file system.
+    pairs = [(source, f"shown/{number}") for number, (source, _) in enumerate(_shown(wanted, rung))]
+    made["stage"] = {
+        "at": str(files),
+        "size": spec.limits.disk if "groups" in rung.without else min(spec.limits.disk, spec.limits.memory * 7 // 8),
+        "userns": rung.stage == "user",
+        "binds": pairs,
+        "overlays": overlays,
+    }
+    shown = [(f"{files}/shown/{number}", target) for number, (_, target) in enumerate(_shown(wanted, rung))]
+    return shown or wanted
+
+
+def _shown(wanted: list[tuple[str, str]], rung: Rung) -> list[tuple[str, str]]:
+    if rung.stage != "root" or rung.isolation != "bubblewrap":
+        return []
+    return [*wanted, (str(interpreter()), PYTHON)]
+
+
+def interpreter() -> Path:
+    """Return the folder of this process's interpreter, which the agent runs on."""
+    return base_executable().parents[1]
+
+
+def _bubblewrap(
+    rung: Rung, spec: SandboxSpec, place: Place, origin: Origin, files: Path, seen: list[tuple[str, str]]
+) -> list[str]:
+    argv = [place.program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
+    argv += ["--as-pid-1", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    inside = INSIDE if origin.image is None else 0
+    argv += ["--uid", str(inside), "--gid", str(inside)]
+    if "userns" not in rung.without:
+        argv += ["--disable-userns"]
+    if spec.limits.network or "network" in rung.without:
+        argv += ["--share-net"]
+    argv += _root(place, origin, files)
+    if spec.limits.network:
+        argv += ["--ro-bind-try", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
+    argv += ["--proc", "/proc"]
+    if "procsys" not in rung.without:
+        argv += ["--ro-bind", "/proc/sys", "/proc/sys"]
+    argv += ["--dev", "/dev", "--bind", str(files / "shm"), "/dev/shm"]
+    argv += ["--bind", str(files / "tmp"), "/tmp", "--bind", str(files / "vartmp"), "/var/tmp"]
+    argv += ["--bind", str(files / "home"), HOME]
+    if origin.image is None:
+        argv += ["--bind", str(files / "work"), spec.workdir]
+    else:
+        argv += ["--dir", spec.workdir]
+    python = str(interpreter())
+    inner = [pair for pair in seen if pair[1] == PYTHON] or [(python, PYTHON)]
+    for source, target in (*(pair for pair in seen if pair[1] != PYTHON), *inner):
+        argv += ["--ro-bind", source, target]
+    argv += ["--ro-bind", str(place.state / "boot"), BOOT]
+    if origin.image is not None:
+        argv += ["--ro-bind", str(place.state / "lib"), LIBRARIES]
+    if "readonly" not in rung.without:
+        argv += ["--remount-ro", "/dev", *(["--remount-ro", "/"] if origin.image is None else [])]
+    if _filtered(rung):
+        argv += ["--seccomp", "{seccomp}"]
+    argv += ["--setenv", "LD_LIBRARY_PATH", f"{PYTHON}/lib", "--chdir", "/", "--"]
+    program = f"{PYTHON}/{base_executable().relative_to(python)}"
+    loader = [f"{LIBRARIES}/loader", "--library-path", LIBRARIES] if origin.image is not None else []
+    return [*argv, *loader, program, "-I", "-S", f"{BOOT}/agent.pyc", "{control}"]
+
+
+def _root(place: Place, origin: Origin, files: Path) -> list[str]:
+    """Return the arguments that make the root file system."""
+    if origin.image is not None:
+        return ["--bind", str(files / "root"), "/"]
+    argv: list[str] = []
+    for each in _SYSTEM_FOLDERS:
+        if os.path.islink(each):
+            argv += ["--symlink", os.readlink(each), each]
+        elif os.path.isdir(each):
+            argv += ["--ro-bind", each, each]
+    argv += ["--ro-bind", str(place.state / "etc"), "/etc"]
+    for name in _ETC:
+        argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    return argv
+
+
+def _landlock(spec: SandboxSpec, place: Place, files: Path) -> dict[str, Any]:
+    """Return what may be seen, and what may be written to."""
+    reading = [
+        *_SYSTEM_FOLDERS,
+        *(f"/etc/{name}" for name in (*_ETC, *COPIED)),
+        "/proc",
+        "/sys/devices/system/cpu",
+        "/etc/passwd",
+    ]
+    reading += ["/etc/group", "/etc/nsswitch.conf", "/etc/hosts", "/dev/urandom", "/dev/random", "/dev/zero"]
+    if spec.limits.network:
+        reading += [os.path.realpath("/etc/resolv.conf")]
+    reading += [str(interpreter()), str(place.state / "boot"), *(str(mount.source.absolute()) for mount in spec.mounts)]
+    paths: list[list[Any]] = [[path, False] for path in reading]
+    paths += [["/dev/null", "device"], ["/dev/full", "device"], ["/dev/tty", "device"], ["/dev/ptmx", "device"]]
+    paths += [["/dev/pts", "device"], [str(files), True]]
+    return {"paths": paths, "network": spec.limits.network}
+
+
+def greeting(rung: Rung, spec: SandboxSpec, place: Place, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the first message to the agent: its limits, and what commands find.
+
+    Args:
+        rung: How it is held back.
+        spec: What was asked for.
+        place: Where its files are.
+        env: Variables of every command.
+    """
+    limits = spec.limits
+    shared = rung.isolation != "bubblewrap"
+    bounded = {"RLIMIT_FSIZE": limits.file_size, "RLIMIT_NOFILE": limits.open_files, "RLIMIT_CORE": 0}
+    own: dict[str, int] = {}
+    counted = 0
+    if "pids" not in rung.without and not shared:
+        bounded["RLIMIT_NPROC"] = limits.pids + RESERVE
+        own["RLIMIT_NPROC"] = limits.pids
+    elif "pids" not in rung.without and rung.groups.pids is None:
+        # The kernel would count all processes of this user, wherever they run: that is no bound of a sandbox.
+        counted = limits.pids
+    if limits.cpu_seconds is not None:
+        own["RLIMIT_CPU"] = max(1, round(limits.cpu_seconds))
+    watched = rung.groups.memory is None and "watch" not in rung.without
+    if watched:
+        bounded["RLIMIT_DATA"] = limits.memory
+    files = place.files(rung)
+    workdir = str(files / "work") if shared else spec.workdir
+    return {
+        "op": "hello",
+        "rlimits": bounded,
+        "command_rlimits": own,
+        "watch": limits.memory if watched else 0,
+        "count": counted,
+        "workdir": workdir,
+        "env": {
+            "PATH": SYSTEM_PATH,
+            "HOME": str(files / "home") if shared else HOME,
+            "TMPDIR": str(files / "tmp") if shared else "/tmp",
+            "USER": USER,
+            "LOGNAME": USER,
+            "LANG": "C.UTF-8",
+            **env,
+        },
+    }
+
+
+def check(spec: SandboxSpec) -> None:
+    """Look at what a spec names.
+
+    Raises:
+        SandboxUnavailable: Something of it cannot be; the message names it.
+    """
+    if not spec.workdir.startswith("/") or os.path.normpath(spec.workdir) == "/":
+        raise SandboxUnavailable(f"workdir is {spec.workdir!r}: give an absolute path below /, such as /work")
+    if spec.workspace is not None and not spec.workspace.is_dir():
+        raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} is no folder of this machine")
+    for mount in spec.mounts:
+        if not mount.target.startswith("/"):
+            raise SandboxUnavailable(f"the mount of {str(mount.source)!r} is seen at {mount.target!r}: not absolute")
+        if not mount.source.exists():
+            raise SandboxUnavailable(f"the mount {str(mount.source)!r} (seen at {mount.target}) is not there")
+
+
+def check_python(version: int) -> None:
+    """Look at the version of the Python that the agent runs on, as its ``sys.hexversion``.
+
+    Raises:
+        SandboxUnavailable: It is another than that of this process, whose files were shown to it.
+    """
+    if version != sys.hexversion:
+        found = ".".join(str(version >> shift & 0xFF) for shift in (24, 16, 8))
+        raise SandboxUnavailable(
+            f"inside a sandbox Python is {found}, and this process runs on {sys.version.split()[0]}: the standard "
+            f"library or libpython of {base_executable()} is not below {interpreter()}, the only folder of it that "
+            "sandboxes are shown. Make the virtual environment from an interpreter that is installed in one folder"
+        )

@@ -1,0 +1,307 @@
+"""Where rows come from, read one after the other."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import parse_qsl
+
+import orjson
+
+from turnwise.errors import ConfigError, TaskError, TurnwiseError
+from turnwise.plugins import load_object
+from turnwise.tasks.core import Task, kind
+
+TaskSource: TypeAlias = "str | Path | Iterable[Task | Mapping[str, Any]] | Callable[..., Any]"
+HUB = "hf://"
+
+_LINES = (".jsonl", ".ndjson")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+class Row(NamedTuple):
+    """One row.
+
+    Attributes:
+        number: Its place in the source; numbers rise, and the same row has the same one at every reading.
+        where: Where it stands, for messages.
+        id: The id of a row that has none.
+        value: The row itself.
+    """
+
+    number: int
+    where: str
+    id: str
+    value: Any
+
+
+class Rows(ABC):
+    """A source that can be read again and again, without holding more of it than a batch.
+
+    Attributes:
+        name: What it is called in figures and messages.
+        may_be_endless: Whether nobody knows that it has an end.
+    """
+
+    name: str
+    may_be_endless: bool = False
+
+    @abstractmethod
+    def read(self, start: int = 0) -> Iterator[Row]:
+        """Yield the rows whose numbers are at least ``start``.
+
+        Raises:
+            TaskError: A row cannot be read; the message says where it stands.
+            MissingExtraError: The package that reads this kind of source is not installed.
+        """
+
+
+class JsonlRows(Rows):
+    """Lines of JSON; numbers are those of lines, from 0."""
+
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.name = name or path.stem
+        self._path = path
+
+    def read(self, start: int = 0) -> Iterator[Row]:
+        """Yield the rows from a line on; blank lines count and hold none."""
+        try:
+            lines = self._path.open("rb")
+        except OSError as error:
+            raise TaskError(f"{self._path}: cannot be read: {error.strerror or error}") from error
+        with lines:
+            for number, line in enumerate(lines):
+                if number < start or not line.strip():
+                    continue
+                where = f"{self._path}:{number + 1}"
+                try:
+                    value = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    raise TaskError(
+                        f"{where}: this line is not JSON ({error}): write one JSON object per line"
+                    ) from error
+                yield Row(number, where, f"{self.name}-{number}", value)
+
+
+class FunctionRows(Rows):
+    """What a function returns or yields when it is called.
+
+    A function with a parameter ``start`` is asked for the rows from that number on; others are called again, and what
+    was taken before is skipped.
+    """
+
+    may_be_endless = True
+
+    def __init__(self, function: Callable[..., Any], reference: str, arguments: Mapping[str, Any]) -> None:
+        try:
+            signature = inspect.signature(function)
+            signature.bind(**arguments)
+        except (TypeError, ValueError) as error:
+            given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+            raise TaskError(
+                f"{reference} cannot be called with ({given}): {error}; its signature is {_signature(function)}"
+            ) from error
+        self.name = reference.rpartition(":")[2].rpartition(".")[2]
+        self._function = function
+        self._reference = reference
+        self._arguments = dict(arguments)
+        self._starts = "start" in signature.parameters and "start" not in arguments
+
+    def read(self, start: int = 0) -> Iterator[Row]:
+        """Call the function and yield its rows."""
+        skip = 0 if self._starts else start
+        arguments = {**self._arguments, "start": start} if self._starts and start else self._arguments
+        found = self._checked(lambda: self._function(**arguments), "")
+        if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
+            raise TaskError(f"{self._reference} returned {kind(found)}: it must return or yield tasks")
+        rows = iter(found)
+        end = object()
+        for number in itertools.count(start - skip):
+            value = self._checked(lambda: next(rows, end), f": row {number}")
+            if value is end:
+                return
+            if number >= start:
+                yield Row(number, f"{self.name}: row {number}", f"{self.name}-{number}", value)
+
+    def _checked(self, call: Callable[[], Any], where: str) -> Any:
+        try:
+            return call()
+        except TurnwiseError:
+            raise
+        except Exception as error:  # a function of the user's: what it raises is named as its own
+            raise TaskError(f"{self._reference}{where}: it raised {type(error).__name__}: {error}") from error
+
+
+class IterableRows(Rows):
+    """A collection of tasks and rows; an iterator can be read once."""
+
+    may_be_endless = True
+
+    def __init__(self, rows: Iterable[Task | Mapping[str, Any]], name: str = "task") -> None:
+        self.name = name
+        self._rows = rows
+        self._read = False
+
+    def read(self, start: int = 0) -> Iterator[Row]:
+        """Yield the rows."""
+        if self._read and isinstance(self._rows, Iterator):
+            raise TaskError(
+                f"{self.name} is an iterator, which can be read only once: give the function that makes it, or a list"
+            )
+        self._read = True
+        for number, row in enumerate(self._rows):
+            if number >= start:
+                yield Row(number, f"{self.name}: row {number}", f"{self.name}-{number}", row)
+
+
+class ChainedRows(Rows):
+    """Files that together are one source: shards of a split."""
+
+    def __init__(self, parts: list[Path], name: str) -> None:
+        self.name = name
+        self._parts = parts
+
+    def read(self, start: int = 0) -> Iterator[Row]:
+        """Yield the rows of one file after the other; they are numbered on."""
+        number = 0
+        for path in self._parts:
+            for row in _rows_of(path, self.name).read():
+                if number >= start:
+                    yield Row(number, row.where, f"{self.name}-{number}", row.value)
+                number += 1
+
+
+def open_rows(source: TaskSource, arguments: Mapping[str, Any]) -> Rows:
+    """Return the rows of a source; nothing of it is read yet.
+
+    Args:
+        source: As :func:`~turnwise.tasks.reader.load_tasks` takes it.
+        arguments: For functions: what they are called with.
+
+    Raises:
+        TaskError: There is nothing that could be read, or it takes no such arguments.
+    """
+    if isinstance(source, (str, Path)):
+        return _open_text(str(source), arguments)
+    if callable(source):
+        return FunctionRows(source, _callable_name(source), arguments)
+    if arguments:
+        raise TaskError(f"arguments ({', '.join(arguments)}) are for functions; an iterable takes none")
+    return IterableRows(source)
+
+
+def _open_text(text: str, arguments: Mapping[str, Any]) -> Rows:
+    path = Path(text).expanduser()
+    # The arguments of a function may name a file themselves, and hold colons.
+    reference = text.partition("?")[0]
+    if "?" in text and ":" in reference and not path.exists() and not text.startswith(HUB):
+        return _referred(text, arguments)
+    head, _, split = text.rpartition(":")
+    is_hub = text.startswith(HUB)
+    is_file_like = not is_hub and (path.suffix in (*_LINES, ".parquet") or path.exists())
+    in_folder = bool(head) and not is_hub and not is_file_like and Path(head).expanduser().is_dir()
+    if head and Path(head).suffix in (*_LINES, ".parquet") and Path(head).expanduser().is_file():
+        raise TaskError(f"{text}: {head} is a file, which has no splits: leave ':{split}' out, or name its folder")
+    if head and not (is_hub or is_file_like or in_folder):
+        return _referred(text, arguments)
+    if arguments:
+        raise TaskError(f"{text}: arguments ({', '.join(arguments)}) are for functions; a file takes none")
+    if is_hub:
+        from turnwise.tasks.hf_datasets import HubRows
+
+        return HubRows(text)
+    if in_folder:
+        return _folder(Path(head).expanduser(), split)
+    if path.is_dir():
+        return _folder(path, None)
+    if not path.exists():
+        raise TaskError(f"{path}: there is no such file or directory")
+    return _rows_of(path)
+
+
+def _rows_of(path: Path, name: str | None = None) -> Rows:
+    if path.suffix in _LINES:
+        return JsonlRows(path, name=name)
+    if path.suffix == ".parquet":
+        from turnwise.tasks.parquet import ParquetRows
+
+        return ParquetRows(path, name=name)
+    raise TaskError(
+        f"{path}: files of type {path.suffix!r} are not read: use .jsonl, .parquet, a directory of a Hugging Face "
+        "dataset, or pkg.module:function"
+    )
+
+
+def _folder(path: Path, split: str | None) -> Rows:
+    """Return a split of a folder: of its own files where they are named after splits, else as datasets reads it."""
+    splits: dict[str, list[Path]] = {}
+    for file in sorted(path.iterdir()):
+        if file.suffix in (*_LINES, ".parquet"):
+            splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
+    # With a card, or as datasets saved it, the folder says itself which files belong to which split.
+    if not splits or (path / "README.md").exists():
+        from turnwise.tasks.hf_datasets import FolderRows
+
+        return FolderRows(path, split)
+    chosen = choose_split(str(path), list(splits), split)
+    name = f"{path.name}-{chosen}" if split is not None else path.name
+    parts = splits[chosen]
+    return _rows_of(parts[0], name) if len(parts) == 1 else ChainedRows(parts, name)
+
+
+def choose_split(place: str, known: list[str], split: str | None) -> str:
+    """Return the split that is meant.
+
+    Raises:
+        TaskError: It is not there, or none is named where there are several.
+    """
+    names = ", ".join(sorted(known))
+    if split is None and len(known) > 1:
+        raise TaskError(f"{place}: this dataset has several splits ({names}): write {place}:{sorted(known)[0]}")
+    if split is not None and split not in known:
+        raise TaskError(f"{place}: there is no split {split!r}: it has {names}")
+    return known[0] if split is None else split
+
+
+def _referred(text: str, arguments: Mapping[str, Any]) -> Rows:
+    reference, _, query = text.partition("?")
+    try:
+        found = load_object(reference, "task source")
+    except ConfigError as error:
+        raise TaskError(str(error)) from error
+    given = {**query_arguments(query), **arguments}
+    if callable(found):
+        return FunctionRows(found, reference, given)
+    if given:
+        raise TaskError(f"{reference} is {kind(found)}, which takes no arguments")
+    if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
+        raise TaskError(f"{reference} is {kind(found)}: it must be a function or a collection of tasks")
+    return IterableRows(found, reference.rpartition(":")[2])
+
+
+def query_arguments(query: str) -> dict[str, Any]:
+    """Return ``n=200&split=test`` as arguments; a value that is JSON is read as JSON."""
+    return {key: _query_value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+
+
+def _query_value(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(function))
+    except ValueError:
+        return "unknown"
+
+
+def _callable_name(function: Callable[..., Any]) -> str:
+    return function.__qualname__ if inspect.isroutine(function) else type(function).__qualname__

@@ -1,0 +1,340 @@
+"""What the tools share that work in the sandbox of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from turnwise.errors import ConfigError, SandboxError
+from turnwise.sandboxes.core import Sandbox, SandboxProcess
+from turnwise.tools.core import AgentData, BaseTool
+from turnwise.tools.response import OutputLimit, ToolResponse
+from turnwise.types import ToolSchema
+
+C = TypeVar("C", bound=BaseModel)
+P = TypeVar("P")
+_NOTES: Final = 400
+"""Characters that are kept for what is said behind the output."""
+
+
+class SandboxTool(BaseTool, Generic[P]):
+    """A tool that works in the sandbox of the episode, and has a place there: what it keeps between its calls.
+
+    Attributes:
+        places: By instance.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None, schema: ToolSchema) -> None:
+        super().__init__(config, schema)
+        self.places: dict[str, P] = {}
+
+    def place(self, sandbox: Sandbox) -> P:
+        """Return the place that an episode begins with."""
+        raise NotImplementedError(f"{type(self).__qualname__} defines no place()")
+
+    async def create(
+        self,
+        instance_id: str | None = None,
+        *,
+        agent_data: AgentData | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[str, ToolResponse]:
+        """Take the episode's sandbox. Raises ConfigError where there is none."""
+        instance_id = instance_id or uuid.uuid4().hex
+        self.places[instance_id] = self.place(sandbox_of(agent_data, self.name))
+        return instance_id, ToolResponse()
+
+    async def leave(self, place: P) -> None:
+        """End what goes on in a place."""
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: ARG002
+        """Leave the episode's place."""
+        place = self.places.pop(instance_id, None)
+        if place is not None:
+            await self.leave(place)
+
+
+class TimedConfig(BaseModel):
+    """How a tool runs what a model writes.
+
+    Attributes:
+        timeout: Seconds that a call may take where it does not say.
+        max_timeout: The most that a call may say.
+        max_output: Characters of output that the model gets to see, of both ends.
+        env: Variables of what is run.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    timeout: Annotated[float, Field(gt=0)] = 60.0
+    max_timeout: Annotated[float, Field(gt=0)] = 600.0
+    max_output: Annotated[int, Field(ge=1000)] = 16_000
+    env: dict[str, str] = {}
+
+    def timeout_schema(self) -> dict[str, Any]:
+        """Return what a model is told of the parameter ``timeout``."""
+        said = f"seconds it may take, {self.timeout:g} by default and {self.max_timeout:g} at most"
+        return {"type": "number", "exclusiveMinimum": 0, "description": said}
+
+    def timeout_of(self, parameters: Mapping[str, Any]) -> float:
+        """Return the seconds that a call may take."""
+        return min(float(parameters.get("timeout") or self.timeout), self.max_timeout)
+
+    def shown(self, output: str, notes: list[str], otherwise: str = "(no output)") -> str:
+        """Return what a model is shown: both ends of the output, and notes behind it."""
+        text = OutputLimit(self.max_output - _NOTES).cut(output).rstrip("\n")
+        return "\n".join(([text] if text else []) + notes) or otherwise
+
+
+def sandbox_of(agent_data: AgentData | None, tool: str) -> Sandbox:
+    """Return the sandbox in which an episode's commands run.
+
+    Raises:
+        ConfigError: The environment opened none.
+    """
+    if agent_data is None or agent_data.sandbox is None:
+        raise ConfigError(
+            f"tool {tool!r} works in the sandbox of the episode, and the environment opened none: leave the tool out, "
+            "or write 'await self.open_sandbox()' in its reset()"
+        )
+    return agent_data.sandbox
+
+
+def tool_config(model: type[C], given: Mapping[str, Any] | None, tool: str) -> C:
+    """Return a tool's configuration as its model.
+
+    Raises:
+        ConfigError: A key is unknown or a value is wrong.
+    """
+    try:
+        return model.model_validate(dict(given or {}))
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(["config", *map(str, found["loc"])])
+        known = ", ".join(model.model_fields)
+        raise ConfigError(
+            f"tool {tool!r}: {where} is {found['input']!r}: {found['msg']}; its keys are {known}"
+        ) from error
+
+
+def as_schema_of(name: str, description: str, properties: Mapping[str, Any], required: tuple[str, ...]) -> ToolSchema:
+    """Return what a model is told of a tool."""
+    parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
+    return ToolSchema(name, description, {**parameters, "additionalProperties": False})
+
+
+_DESCRIPTION: Final = (
+    "Hand in your work as it is now. This ends the task: call it once, when you are done and have checked the result."
+)
+
+
+class SubmitTool(BaseTool):
+    """``submit``: ends the episode, which is then scored. Takes no configuration."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
+        """Take nothing, or another schema.
+
+        Raises:
+            ConfigError: There is a configuration.
+        """
+        if config:
+            raise ConfigError(f"tool 'submit': config is {dict(config)!r}: it takes none")
+        super().__init__({}, tool_schema or as_schema_of("submit", _DESCRIPTION, {}, ()))
+
+    async def execute(
+        self,
+        instance_id: str,  # noqa: ARG002
+        parameters: dict[str, Any],  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[ToolResponse, float | None, dict[str, float]]:
+        """End the episode."""
+        return ToolResponse("Submitted.", ends=True), None, {}
+
+
+_LONGEST_TAIL: Final = 64 * 1024
+"""Bytes that may follow a marker in its line."""
+_AFTERMATH_S: Final = 0.2
+"""How long the last output of a program that was ended is waited for."""
+
+
+class Ends:
+    """The head and the tail of bytes that come one by one; what lies between them is only counted.
+
+    Args:
+        limit: Bytes that are kept, half of them of each end.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._half = max(1, limit // 2)
+        self._head = bytearray()
+        self._tail: deque[bytes] = deque()
+        self._held = 0
+        self._dropped = 0
+
+    def add(self, data: bytes) -> None:
+        """Take further bytes."""
+        room = self._half - len(self._head)
+        self._head += data[:room] if room > 0 else b""
+        rest = data[max(room, 0) :]
+        if not rest:
+            return
+        self._tail.append(rest)
+        self._held += len(rest)
+        while self._held - len(self._tail[0]) >= self._half:
+            gone = self._tail.popleft()
+            self._held -= len(gone)
+            self._dropped += len(gone)
+
+    def take(self) -> bytes:
+        """Return what was kept since the last time, with a line that says how much is missing."""
+        tail = b"".join(self._tail)
+        dropped = self._dropped + max(0, len(tail) - self._half)
+        tail = tail[-self._half :]
+        found = bytes(self._head) + (b"\n[... %d bytes cut ...]\n" % dropped if dropped else b"") + tail
+        self._head, self._tail = bytearray(), deque()
+        self._held = self._dropped = 0
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a program answered.
+
+    Attributes:
+        output: What it wrote before the marker, or so far.
+        note: What stood behind the marker in its line; None where no marker came.
+        ended: Whether the program has ended.
+    """
+
+    output: bytes
+    note: str | None
+    ended: bool
+
+
+class Dialogue:
+    """One program that answers, one question at a time.
+
+    Args:
+        process: The program, started.
+        limit: Bytes of an answer that are kept.
+    """
+
+    def __init__(self, process: SandboxProcess, limit: int) -> None:
+        self._process = process
+        self._output = Ends(limit)
+        self._marker = b""
+        self._pending = b""
+        self._note: str | None = None
+        self._ended = False
+        self._failure: SandboxError | None = None
+        self._news = asyncio.Event()
+        self._pump = asyncio.create_task(self._follow())
+
+    async def ask(self, question: bytes, marker: str, timeout: float | None) -> Reply:
+        """Write something, and wait for the marker.
+
+        Args:
+            question: What is written.
+            marker: What the program writes when it is done, at most a line's end before its note.
+            timeout: Seconds that are waited for.
+
+        Raises:
+            SandboxError: The sandbox failed.
+        """
+        self._marker, self._note = marker.encode(), None
+        self._news.clear()
+        try:
+            await self._process.write(question)
+        except BrokenPipeError:
+            # It has ended, or does not listen any more; what it said last is read.
+            timeout = _AFTERMATH_S if timeout is None else min(timeout, _AFTERMATH_S)
+        return await self.wait(timeout)
+
+    async def wait(self, timeout: float | None) -> Reply:
+        """Wait (further) for the marker. Raises what :meth:`ask` raises."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self._note is None and not self._ended:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            pass
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            # No marker comes any more of which this could be the beginning.
+            self._output.add(self._pending)
+            self._pending = b""
+        return Reply(self._output.take(), self._note, self._ended)
+
+    async def interrupt(self) -> None:
+        """Interrupt what the program does, as Ctrl-C does."""
+        await self._process.interrupt()
+
+    async def close(self) -> None:
+        """End the program. Closing twice is no error."""
+        self._pump.cancel()
+        await asyncio.gather(self._pump, return_exceptions=True)
+        await self._process.kill()
+
+    async def exit_code(self) -> int:
+        """Return how a program ended that did."""
+        return await self._process.wait()
+
+    async def _follow(self) -> None:
+        reading = asyncio.create_task(self._read())
+        try:
+            # Its end, not that of its output: what it left in the background may hold that open.
+            await self._process.wait()
+            await asyncio.wait({reading}, timeout=_AFTERMATH_S)
+        except SandboxError as error:
+            self._failure = self._failure or error
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            self._ended = True
+            self._news.set()
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._process.read():
+                self._take(data)
+                self._news.set()
+        except SandboxError as error:
+            self._failure = error
+
+    def _take(self, data: bytes) -> None:
+        data = self._pending + data
+        self._pending = b""
+        if self._note is not None or not self._marker:
+            self._output.add(data)
+            return
+        before, found, behind = data.partition(self._marker)
+        if not found:
+            keep = _overlap(data, self._marker)
+            self._output.add(data[: len(data) - keep])
+            self._pending = data[len(data) - keep :]
+            return
+        note, newline, rest = behind.partition(b"\n")
+        if not newline and len(behind) < _LONGEST_TAIL:
+            self._output.add(before)
+            self._pending = self._marker + behind
+            return
+        self._output.add(before)
+        self._note = note.decode("utf-8", "replace")
+        # What comes behind (of programs in the background) is part of the next answer; the marker is done with.
+        self._marker, self._pending = b"", rest
+
+
+def _overlap(data: bytes, marker: bytes) -> int:
+    """Return how many bytes at the end of ``data`` may be the beginning of a marker."""
+    for size in range(min(len(marker) - 1, len(data)), 0, -1):
+        if data.endswith(marker[:size]):
+            return size
+    return 0

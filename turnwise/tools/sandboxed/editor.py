@@ -1,0 +1,332 @@
+"""The tool that views and changes files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from turnwise.errors import SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge, ToolError
+from turnwise.sandboxes.core import Sandbox
+from turnwise.tools.response import ToolResponse
+from turnwise.tools.sandboxed.base import SandboxTool, as_schema_of, tool_config
+
+_CONTEXT: Final = 3
+_MOST_LINES_COMPARED: Final = 4000
+_LEAST_ALIKE: Final = 0.5
+_MOST_NAMED: Final = 20
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text, without their ends. Only line feeds part lines, as for compilers and ``diff``."""
+    return [line.rstrip("\r\n") for line in _with_ends(text)]
+
+
+def numbered(lines: list[str], first: int = 1) -> str:
+    """Return lines with their numbers, as ``cat -n`` shows them."""
+    return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, first))
+
+
+def shown_part(text: str, first: int, last: int) -> str:
+    """Return lines ``first`` to ``last`` of a text (from 1, both included) with some lines around them, numbered."""
+    lines = lines_of(text)
+    start, end = max(1, first - _CONTEXT), min(len(lines), last + _CONTEXT)
+    return numbered(lines[start - 1 : end], start)
+
+
+def replaced(text: str, old: str, new: str) -> tuple[str, int]:
+    """Return a text in which ``old``, which stands there exactly once, is ``new``.
+
+    Where the text has Windows line ends and ``old`` has none, both are read as if they had them, unless lines without
+    them stand there just so.
+
+    Returns:
+        The new text, and the line at which the change begins.
+
+    Raises:
+        ToolError: It stands there more often (the message names the lines), or not at all (the message shows what comes
+            nearest).
+    """
+    if not old:
+        raise ToolError("old_str is empty: give the text that is to be replaced, or use insert")
+    if old == new:
+        raise ToolError("old_str and new_str are the same: nothing would change")
+    if "\r\n" in text and "\r" not in old and (old.replace("\n", "\r\n") in text or old not in text):
+        old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
+    places = _places(text, old)
+    if len(places) > 1:
+        lines = [text.count("\n", 0, place) + 1 for place in places]
+        named = ", ".join(map(str, lines[:_MOST_NAMED])) + (", ..." if len(lines) > _MOST_NAMED else "")
+        raise ToolError(
+            f"old_str stands there {len(places)} times, at lines {named}: take more lines around it into old_str, so "
+            "that it stands there once"
+        )
+    if not places:
+        raise ToolError(_missing(text, old))
+    place = places[0]
+    return text[:place] + new + text[place + len(old) :], text.count("\n", 0, place) + 1
+
+
+def inserted(text: str, line: int, new: str) -> str:
+    """Return a text with ``new`` behind line ``line``; 0 is before the first.
+
+    Raises:
+        ToolError: There is no such line.
+    """
+    lines = _with_ends(text)
+    if not 0 <= line <= len(lines):
+        raise ToolError(f"insert_line is {line}: the file has {len(lines)} lines, so it must be from 0 to {len(lines)}")
+    ending = "\r\n" if "\r\n" in text else "\n"
+    if ending == "\r\n" and "\r" not in new:
+        new = new.replace("\n", ending)
+    if line and not lines[line - 1].endswith("\n"):
+        # Behind a last line without an end: the new text is a line of its own, and the file ends as it did.
+        return text + ending + new.removesuffix(ending)
+    if not new.endswith("\n"):
+        new += ending
+    return "".join([*lines[:line], new, *lines[line:]])
+
+
+def _places(text: str, part: str) -> list[int]:
+    """Return where a part begins, overlapping ones included: each of them would be a different edit."""
+    found, start = [], text.find(part)
+    while start >= 0:
+        found.append(start)
+        start = text.find(part, start + 1)
+    return found
+
+
+def _missing(text: str, old: str) -> str:
+    lines, wanted = lines_of(text), lines_of(old.strip("\r\n"))
+    count = max(1, len(wanted))
+    loose = [_loose(line) for line in wanted]
+    starts = range(max(1, len(lines) - count + 1))
+    alike = [start + 1 for start in starts if [_loose(line) for line in lines[start : start + count]] == loose]
+    begin = "old_str does not stand in the file"
+    if alike and any(loose):
+        first = alike[0]
+        there = numbered(lines[first - 1 : first - 1 + count], first)
+        return f"{begin} exactly so; with other white space it does, at line {first}:\n{there}\nCopy it exactly."
+    if len(lines) > _MOST_LINES_COMPARED:
+        return f"{begin}: view the part that you mean and copy it exactly"
+    best, score = 0, 0.0
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2("\n".join(wanted))
+    for start in starts:
+        matcher.set_seq1("\n".join(lines[start : start + count]))
+        if matcher.real_quick_ratio() > score and matcher.quick_ratio() > score and (ratio := matcher.ratio()) > score:
+            best, score = start, ratio
+    if score < _LEAST_ALIKE:
+        return f"{begin}, nor anything like it: view the file and copy what you want to replace exactly"
+    there = numbered(lines[best : best + count], best + 1)
+    return f"{begin}. The nearest is at line {best + 1}:\n{there}\nCopy it exactly."
+
+
+def _with_ends(text: str) -> list[str]:
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+def _loose(line: str) -> str:
+    return "".join(line.split())
+
+
+_MOST_ENTRIES: Final = 400
+_MOST_UNDONE: Final = 50
+_COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "view": (),
+    "create": ("file_text",),
+    "str_replace": ("old_str",),
+    "insert": ("insert_line", "new_str"),
+    "undo_edit": (),
+}
+_DESCRIPTION: Final = (
+    "View and edit text files. view: a file with line numbers (view_range for a part), or a folder two levels deep. "
+    "create: write a file, new or anew. str_replace: replace old_str, which must stand in the file exactly once, white "
+    "space included, by new_str. insert: put new_str behind the line insert_line (0: at the beginning). undo_edit: "
+    "take back the last edit of the file."
+)
+_LIST: Final = (
+    'test -d "$1" || exit 3; find "$1" -mindepth 1 -maxdepth 2 -name ".*" -prune -o -mindepth 1 -maxdepth 2 '
+    "\\( -type d -exec sh -c 'for f; do echo \"$f/\"; done' sh {} + \\) -o -mindepth 1 -maxdepth 2 -print | sort"
+)
+
+
+class EditorConfig(BaseModel):
+    """What ``editor`` takes.
+
+    Attributes:
+        max_file: Bytes of a file that it opens.
+        max_output: Characters of a file that one view shows; of a longer one, the rest is to be asked for.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_file: Annotated[int, Field(gt=0)] = 2_000_000
+    max_output: Annotated[int, Field(ge=1000)] = 30_000
+
+
+@dataclass(slots=True)
+class Desk:
+    """An episode's files: what an undo brings back, the latest last; None for a file that was not there."""
+
+    sandbox: Sandbox
+    before: dict[str, list[bytes | None]] = field(default_factory=dict)
+
+
+class EditorTool(SandboxTool[Desk]):
+    """``editor``: views and changes text files in the sandbox of the episode."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
+        """Take a configuration, see :class:`EditorConfig`.
+
+        Raises:
+            ConfigError: It has an unknown key or a wrong value.
+        """
+        self.settings: EditorConfig = tool_config(EditorConfig, config, "editor")
+        text = {"type": "string"}
+        properties = {
+            "command": {"type": "string", "enum": list(_COMMANDS)},
+            "path": {"type": "string", "description": "absolute, or from the working directory"},
+            "file_text": {**text, "description": "for create: the whole content"},
+            "old_str": {**text, "description": "for str_replace: what is replaced"},
+            "new_str": {**text, "description": "for str_replace (empty if left out) and insert"},
+            "insert_line": {"type": "integer", "description": "for insert", "minimum": 0},
+            "view_range": {
+                "type": "array",
+                "items": {"type": "integer"},
+                "description": "for view: first and last line; a last line of -1 is the end",
+            },
+        }
+        super().__init__(config, tool_schema or as_schema_of("editor", _DESCRIPTION, properties, ("command", "path")))
+        self.max_output = self.settings.max_output + 2_000
+
+    def place(self, sandbox: Sandbox) -> Desk:
+        """Return a desk with nothing to be undone."""
+        return Desk(sandbox)
+
+    async def execute(
+        self,
+        instance_id: str,
+        parameters: dict[str, Any],
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[ToolResponse, float | None, dict[str, float]]:
+        """View or change a file.
+
+        Raises:
+            ToolError: It cannot be done; the message says what to do instead.
+            SandboxError: The sandbox failed.
+        """
+        command, path = str(parameters["command"]), str(parameters["path"])
+        missing = [name for name in _COMMANDS[command] if parameters.get(name) is None]
+        if missing:
+            raise ToolError(f"{command} needs {' and '.join(missing)}")
+        desk = self.places[instance_id]
+        if command == "view":
+            return ToolResponse(await self._view(desk, path, parameters.get("view_range"))), None, {}
+        if command == "create":
+            return ToolResponse(await self._create(desk, path, str(parameters["file_text"]))), None, {}
+        if command == "undo_edit":
+            return ToolResponse(await self._undo(desk, path)), None, {}
+        text, new = await self._text(desk, path), str(parameters.get("new_str") or "")
+        if command == "str_replace":
+            changed, line = replaced(text, str(parameters["old_str"]), new)
+        else:
+            line = int(parameters["insert_line"]) + 1
+            changed = inserted(text, line - 1, new)
+        await self._write(desk, path, changed.encode("utf-8", "replace"), text.encode())
+        part = shown_part(changed, line, line + new.count("\n"))
+        return ToolResponse(f"{path} is changed. Around the change it is now:\n{part}"), None, {}
+
+    async def _view(self, desk: Desk, path: str, view_range: Any) -> str:
+        try:
+            text = await self._text(desk, path)
+        except ToolError:
+            listed = await self._listing(desk, path)
+            if listed is None:
+                raise
+            return listed
+        lines = lines_of(text)
+        first, last = 1, len(lines)
+        if view_range is not None:
+            if len(view_range) != 2:
+                raise ToolError(f"view_range is {view_range}: give the first and the last line, such as [1, 40]")
+            first, last = view_range[0], len(lines) if view_range[1] == -1 else min(view_range[1], len(lines))
+            if not 1 <= first <= last:
+                raise ToolError(f"view_range is {view_range}: the file has {len(lines)} lines, from 1")
+        shown: list[str] = []
+        size = 0
+        for line in lines[first - 1 : last]:
+            size += len(line) + 8
+            if size > self.settings.max_output and shown:
+                end = first + len(shown) - 1
+                rest = f"({path} has {len(lines)} lines; shown are {first} to {end}: give view_range for others)"
+                return f"{numbered(shown, first)}\n{rest}"
+            shown.append(line)
+        return numbered(shown, first) if shown else f"({path} is empty)"
+
+    async def _listing(self, desk: Desk, path: str) -> str | None:
+        """Return what a folder holds, or None where it is none."""
+        found = await desk.sandbox.exec(["sh", "-c", _LIST, "sh", path.rstrip("/") or "/"], timeout=30.0)
+        if found.exit_code == 3:
+            return None
+        if found.timed_out:
+            raise ToolError(f"{path} takes too long to be listed: view a folder below it")
+        entries = found.stdout.decode("utf-8", "replace").splitlines()
+        more = len(entries) - _MOST_ENTRIES
+        note = f"\n({more} further entries are not shown: view a folder below it)" if more > 0 else ""
+        return "\n".join(entries[:_MOST_ENTRIES]) + note if entries else f"({path} is an empty folder)"
+
+    async def _create(self, desk: Desk, path: str, text: str) -> str:
+        try:
+            before: bytes | None = await desk.sandbox.read_file(path, max_bytes=self.settings.max_file)
+        except SandboxFileNotFound:
+            before = None
+        except SandboxFileError as error:
+            raise ToolError(str(error)) from error
+        await self._write(desk, path, text.encode("utf-8", "replace"), before)
+        lines = len(lines_of(text))
+        return f"{path} is {'there' if before is None else 'written anew'} now, with {lines} lines."
+
+    async def _undo(self, desk: Desk, path: str) -> str:
+        kept = desk.before.get(path)
+        if not kept:
+            raise ToolError(f"there is no edit of {path} by this tool that could be taken back")
+        before = kept.pop()
+        if before is None:
+            await desk.sandbox.exec(["rm", "-f", "--", path])
+            return f"{path}, which was new, is removed."
+        await self._save(desk, path, before)
+        return f"The last edit of {path} is taken back."
+
+    async def _text(self, desk: Desk, path: str) -> str:
+        try:
+            data = await desk.sandbox.read_file(path, max_bytes=self.settings.max_file)
+        except SandboxFileNotFound as error:
+            raise ToolError(f"there is no file {path!r}: view the folder to see what there is") from error
+        except SandboxFileTooLarge as error:
+            most = self.settings.max_file
+            raise ToolError(f"{path} has more than {most} bytes: look at parts of it by other means") from error
+        except SandboxFileError as error:
+            raise ToolError(str(error)) from error
+        try:
+            if b"\0" in data:
+                raise ToolError(f"{path} is no text file: it holds NUL bytes")
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise ToolError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from error
+
+    async def _write(self, desk: Desk, path: str, data: bytes, before: bytes | None) -> None:
+        await self._save(desk, path, data)
+        kept = desk.before.setdefault(path, [])
+        kept.append(before)
+        del kept[:-_MOST_UNDONE]
+
+    async def _save(self, desk: Desk, path: str, data: bytes) -> None:
+        try:
+            await desk.sandbox.write_file(path, data)
+        except SandboxFileError as error:
+            raise ToolError(f"{path} cannot be written: {error}") from error

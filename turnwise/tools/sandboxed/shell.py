@@ -1,0 +1,243 @@
+"""The tool that runs commands in a shell."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+from collections.abc import Mapping
+from typing import Any, Final
+
+from turnwise.errors import SandboxFileNotFound, ToolError
+from turnwise.sandboxes.core import Sandbox
+from turnwise.tools.response import ToolResponse
+from turnwise.tools.sandboxed.base import Dialogue, Reply, SandboxTool, TimedConfig, as_schema_of, tool_config
+
+_GRACE_S: Final = 2.0
+"""How long a command that was interrupted may take to end, before it is killed."""
+_START_S: Final = 20.0
+
+# Interactive, since an interrupt then ends whatever the shell does itself, loops too, and not the shell.
+_START: Final = (
+    "if command -v bash >/dev/null 2>&1; then exec bash --norc --noprofile --noediting -i; else exec sh -i; fi"
+)
+_ENV: Final = {"PS1": "", "PS2": "", "TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "HISTFILE": "/dev/null"}
+# The marker is written to a copy of the output that a command cannot redirect.
+_SETUP: Final = "exec 9>&1; PS1=; PS2=; set +H 2>/dev/null; set +o history 2>/dev/null\n"
+# Ends what descends from process $1, but for the trees of the processes behind it (jobs in the background).
+_KILL: Final = r"""
+top=$1; shift; spared=" $* "; all=; for f in /proc/[0-9]*/stat; do
+  read -r line 2>/dev/null < "$f" || continue; rest=${line##*) }; set -- $rest; all="$all ${line%% *}:$2"; done
+front=$top; while [ -n "$front" ]; do next=; for pair in $all; do
+  case " $front " in *" ${pair#*:} "*) p=${pair%:*}
+    case "$spared" in *" $p "*) ;; *) next="$next $p"; kill -9 "$p" 2>/dev/null;; esac;; esac; done; front=$next; done
+"""
+
+# What bash says of a terminal that is not there, when something that it ran was killed.
+_NOISE: Final = re.compile(r"^bash: \[\d+: \d+ \(\d+\)\] tcsetattr: .*\n", re.MULTILINE)
+
+_STATELESS: Final = (
+    "Run a command with bash. Each call starts in the same folder: a change of directory and the variables of earlier "
+    "calls are gone, files stay. Commands get no input. What is put in the background (&) goes on; redirect its output."
+)
+_PERSISTENT: Final = (
+    "Run a command in a bash session that lasts: the working directory, variables, functions and background jobs (&) "
+    "of earlier calls are still there. Commands get no input. A command that takes too long is interrupted."
+)
+
+
+class ShellConfig(TimedConfig):
+    """How ``shell`` runs commands.
+
+    Attributes:
+        persistent: Whether all calls of an episode are of one session.
+    """
+
+    persistent: bool = True
+
+
+class ShellTool(SandboxTool["ShellSession"]):
+    """``shell``: commands in the sandbox of the episode, each on its own or all in one session."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
+        """Take a configuration, see :class:`ShellConfig`.
+
+        Raises:
+            ConfigError: It has an unknown key or a wrong value.
+        """
+        self.settings: ShellConfig = tool_config(ShellConfig, config, "shell")
+        properties = {
+            "command": {"type": "string", "description": "what is run; several lines are fine"},
+            "timeout": self.settings.timeout_schema(),
+        }
+        text = _PERSISTENT if self.settings.persistent else _STATELESS
+        super().__init__(config, tool_schema or as_schema_of("shell", text, properties, ("command",)))
+        self.max_output = self.settings.max_output
+
+    def place(self, sandbox: Sandbox) -> ShellSession:
+        """Return a session, whose shell is started by its first command."""
+        return ShellSession(sandbox, self.settings.env, 4 * self.settings.max_output)
+
+    async def leave(self, place: ShellSession) -> None:
+        """End the session."""
+        await place.close()
+
+    async def execute(
+        self,
+        instance_id: str,
+        parameters: dict[str, Any],
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[ToolResponse, float | None, dict[str, float]]:
+        """Run a command.
+
+        Raises:
+            ToolError: The command cannot be run as it is written.
+            SandboxError: The sandbox failed.
+        """
+        command, session = str(parameters["command"]), self.places[instance_id]
+        if "\0" in command:
+            raise ToolError("the command holds a NUL character: leave it out")
+        timeout = self.settings.timeout_of(parameters)
+        if not self.settings.persistent:
+            return await self._alone(session.sandbox, command, timeout), None, {}
+        return await self._in_session(session, command, timeout), None, {}
+
+    async def _alone(self, sandbox: Sandbox, command: str, timeout: float) -> ToolResponse:
+        # One stream, so that errors stand where they came about.
+        result = await sandbox.exec(
+            f"exec 2>&1\n{command}", timeout=timeout, env=self.settings.env, max_output=4 * self.settings.max_output
+        )
+        if result.timed_out:
+            return self._told(result.stdout, [f"(no end within {timeout:g} s: the command was killed)"], "timeout")
+        return self._told(result.stdout, [f"(exit code {result.exit_code})"] if result.exit_code else [])
+
+    async def _in_session(self, session: ShellSession, command: str, timeout: float) -> ToolResponse:
+        ran = await session.run(command, timeout)
+        notes = []
+        if ran.timed_out and ran.restarted:
+            notes.append(f"(no end within {timeout:g} s: the shell had to be killed, and a new one is there now)")
+        elif ran.timed_out:
+            notes.append(f"(no end within {timeout:g} s: the command was interrupted; the session goes on)")
+        elif ran.restarted:
+            notes.append(f"(the shell ended with exit code {ran.exit_code}; a new one is there now)")
+        elif ran.exit_code:
+            notes.append(f"(exit code {ran.exit_code})")
+        if ran.restarted:
+            notes.append(f"(variables, functions and jobs are gone; the working directory is {ran.cwd})")
+        return self._told(ran.output, notes, "timeout" if ran.timed_out else None)
+
+    def _told(self, output: bytes, notes: list[str], error: str | None = None) -> ToolResponse:
+        said = _NOISE.sub("", output.decode("utf-8", "replace"))
+        return ToolResponse(self.settings.shown(said, notes), error=error)
+
+
+class Ran:
+    """What a command in a session left.
+
+    Args:
+        output: Both its streams.
+        exit_code: How it ended; that of the shell where it ended the shell.
+        cwd: Where the session is then.
+        timed_out: Whether its time was over.
+        restarted: Whether the shell is a new one.
+    """
+
+    __slots__ = ("cwd", "exit_code", "output", "restarted", "timed_out")
+
+    def __init__(self, output: bytes, exit_code: int, cwd: str, *, timed_out: bool, restarted: bool) -> None:
+        self.output, self.exit_code, self.cwd = output, exit_code, cwd
+        self.timed_out, self.restarted = timed_out, restarted
+
+
+class ShellSession:
+    """One shell in a sandbox, made anew where a command took it along.
+
+    Args:
+        sandbox: Where.
+        env: Variables of its commands.
+        limit: Bytes of an output that are kept.
+    """
+
+    def __init__(self, sandbox: Sandbox, env: Mapping[str, str], limit: int) -> None:
+        self.sandbox = sandbox
+        self._env = {**_ENV, **env}
+        self._limit = limit
+        self._shell: Dialogue | None = None
+        self._pid = ""
+        self._jobs: tuple[str, ...] = ()
+        self._cwd: str | None = None
+
+    async def run(self, command: str, timeout: float) -> Ran:
+        """Run a command to its end, or to the end of its time.
+
+        Raises:
+            SandboxError: The sandbox failed.
+        """
+        shell = await self._open()
+        try:
+            asked = await self._ask(shell, f"eval {shlex.quote(command)} </dev/null\n", timeout)
+            timed_out = asked.note is None and not asked.ended
+            output = asked.output
+            if timed_out:
+                asked = await self._stop(shell)
+                output += asked.output
+        except BaseException:  # also a cancellation
+            # Given up in the middle: whatever is read next would be read as the answer to something else.
+            await self.close()
+            raise
+        if asked.note is not None:
+            return Ran(output, self._noted(asked.note), self._cwd or "", timed_out=timed_out, restarted=False)
+        exit_code = await shell.exit_code() if asked.ended else 137
+        await self.close()
+        await self._open()
+        return Ran(output, exit_code, self._cwd or "", timed_out=timed_out, restarted=True)
+
+    async def close(self) -> None:
+        """End the shell. Closing twice is no error."""
+        shell, self._shell = self._shell, None
+        if shell is not None:
+            await shell.close()
+
+    async def _stop(self, shell: Dialogue) -> Reply:
+        """End what a shell runs: by an interrupt, or by killing it while the shell and its jobs live on."""
+        await shell.interrupt()
+        reply = await shell.wait(_GRACE_S)
+        if reply.note is not None or reply.ended:
+            return reply
+        await self.sandbox.exec(["sh", "-c", _KILL, "sh", self._pid, *self._jobs], timeout=_GRACE_S)
+        last = await shell.wait(_GRACE_S)
+        return Reply(reply.output + last.output, last.note, last.ended)
+
+    async def _open(self) -> Dialogue:
+        if self._shell is not None:
+            return self._shell
+        try:
+            process = await self.sandbox.spawn(_START, cwd=self._cwd, env=self._env)
+        except SandboxFileNotFound:
+            # The folder in which the last shell was is gone.
+            process = await self.sandbox.spawn(_START, env=self._env)
+        shell = Dialogue(process, self._limit)
+        try:
+            reply = await self._ask(shell, _SETUP, _START_S)
+        except BaseException:  # also a cancellation: the shell is closed
+            await shell.close()
+            raise
+        if reply.note is None:
+            await shell.close()
+            text = reply.output.decode("utf-8", "replace").strip()
+            raise ToolError(f"no shell starts here: {text or 'it says nothing'}")
+        self._noted(reply.note)
+        self._shell = shell
+        return shell
+
+    async def _ask(self, shell: Dialogue, lines: str, timeout: float) -> Reply:
+        # In two halves: a shell that echoes what it runs (set -x, set -v) does not write the marker before its time.
+        first, second = secrets.token_hex(8), secrets.token_hex(8)
+        told = '"$?" "$$" "$(echo $(jobs -p))" "$PWD"'
+        mark = f'{{ printf "%s%s %s\\t%s\\t%s\\t%s\\n" {first} {second} {told} >&9; }} 2>/dev/null\n'
+        return await shell.ask((lines + mark).encode("utf-8", "surrogateescape"), first + second, timeout)
+
+    def _noted(self, note: str) -> int:
+        exit_code, pid, jobs, cwd = (note.strip().split("\t", 3) + [""] * 4)[:4]
+        self._pid, self._jobs, self._cwd = pid, tuple(jobs.split()), cwd or None
+        return int(exit_code) if exit_code.isdigit() else 1

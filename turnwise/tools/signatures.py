@@ -1,0 +1,262 @@
+"""Type hints as pydantic takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Annotated, Any, Final, NotRequired, Required, TypeAlias, TypeVar, Union, get_args, get_origin
+
+import typing_extensions
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from turnwise.errors import ToolSchemaError
+
+Namespace: TypeAlias = Callable[[], Mapping[str, Any]]
+"""Finds the names around a definition; asked only where a hint is not found in its module."""
+
+_TypedDict: Final[Any] = typing_extensions.TypedDict  # called with fields that only the run knows
+
+
+def hints_of(fn: Callable[..., Any], label: str, namespace: Namespace | None) -> dict[str, Any]:
+    """Return the hints of a function, those written as text too.
+
+    Raises:
+        ToolSchemaError: A hint names what is not there, or is no type.
+    """
+    try:
+        return typing.get_type_hints(fn, include_extras=True)
+    except NameError as error:
+        around = namespace() if namespace is not None else {}
+        try:
+            return typing.get_type_hints(fn, localns=dict(around), include_extras=True)
+        except NameError:
+            raise ToolSchemaError(
+                f"tool {label!r}: {error} in a type hint: define or import it at the top of {fn.__module__}"
+            ) from error
+    except TypeError as error:
+        raise ToolSchemaError(f"tool {label!r}: a type hint is no type: {error}") from error
+
+
+def plain_hint(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
+    """Return a hint as pydantic takes it: texts in Annotated become descriptions, TypedDicts the kind it knows.
+
+    Args:
+        annotation: The hint.
+        label: Names the tool in errors.
+        above: The TypedDicts and dataclasses that it stands in.
+
+    Raises:
+        ToolSchemaError: A TypedDict holds itself.
+    """
+    if typing_extensions.is_typeddict(annotation):
+        return _typed_dict(annotation, label, above)
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return _dataclass(annotation, label, above)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is typing.Annotated:
+        inner = plain_hint(arguments[0], label, above)
+        metadata = [Field(description=each) if isinstance(each, str) else each for each in arguments[1:]]
+        if inner is arguments[0] and all(new is old for new, old in zip(metadata, arguments[1:], strict=True)):
+            return annotation
+        return reduce(lambda hint, each: typing.Annotated[hint, each], metadata, inner)
+    if origin is None or origin is typing.Literal or not arguments:
+        return annotation
+    if origin in (Required, NotRequired):
+        return plain_hint(arguments[0], label, above)
+    converted = tuple(plain_hint(each, label, above) for each in arguments)
+    if all(new is old for new, old in zip(converted, arguments, strict=True)):
+        return annotation
+    if origin in (Union, types.UnionType):
+        return Union[converted]  # noqa: UP007 - from a tuple
+    return origin[converted]
+
+
+def _typed_dict(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
+    if annotation in above:
+        raise ToolSchemaError(
+            f"tool {label!r}: the TypedDict {annotation.__name__} holds itself: write a pydantic model or a dataclass"
+        )
+    hints = typing_extensions.get_type_hints(annotation, include_extras=True)
+    fields: dict[str, Any] = {}
+    for key, hint in hints.items():
+        inner = plain_hint(hint, label, (*above, annotation))
+        fields[key] = Required[inner] if key in annotation.__required_keys__ else NotRequired[inner]
+    return _named(_TypedDict(annotation.__name__, fields), annotation)
+
+
+def _dataclass(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
+    """Return a dataclass as it is, or, where a hint inside must be rewritten, a TypedDict that becomes it."""
+    if annotation in above or is_pydantic_dataclass(annotation):
+        return annotation
+    try:
+        hints = typing_extensions.get_type_hints(annotation, include_extras=True)
+    except NameError:
+        return annotation  # pydantic may know the names, or says which one is missing
+    given = [each for each in dataclasses.fields(annotation) if each.init]
+    inner = {each.name: plain_hint(hints[each.name], label, (*above, annotation)) for each in given}
+    if all(inner[each.name] is hints[each.name] for each in given):
+        return annotation
+    fields: dict[str, Any] = {}
+    for each in given:
+        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
+            fields[each.name] = Required[inner[each.name]]
+        else:
+            fields[each.name] = NotRequired[_with_default(inner[each.name], each.default)]
+    found = _named(_TypedDict(annotation.__name__, fields), annotation)
+    return typing.Annotated[found, AfterValidator(lambda values: annotation(**values))]
+
+
+def _with_default(hint: Any, default: Any) -> Any:
+    if default is dataclasses.MISSING:
+        return hint
+    try:
+        return typing.Annotated[hint, Field(json_schema_extra={"default": to_jsonable_python(default)})]
+    except PydanticSerializationError:
+        return hint
+
+
+def _named(made: Any, annotation: Any) -> Any:
+    text = annotation.__doc__ or ""
+    # What the decorator of dataclasses writes by itself describes nothing.
+    generated = text.startswith(f"{annotation.__name__}(") and dataclasses.is_dataclass(annotation)
+    made.__module__, made.__doc__ = annotation.__module__, None if generated else text or None
+    return made
+
+
+T = TypeVar("T")
+
+
+class _Injected:
+    """Marks a hint."""
+
+    def __repr__(self) -> str:
+        return "injected"
+
+
+_MARK: Final = _Injected()
+
+Injected = Annotated[T, _MARK]
+"""A parameter that is no part of a tool's schema: ``table: Injected[str]``. Its value comes from
+``tools_kwargs[tool]["execute_kwargs"]`` of the episode's task, as it stands there."""
+
+
+def injected_parameters(parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the names of the injected parameters, and whether each must be given."""
+    return {each.name: each.default is each.empty for each in parameters if _marked(hints.get(each.name))}
+
+
+def _marked(hint: Any) -> bool:
+    return get_origin(hint) is Annotated and any(each is _MARK for each in get_args(hint)[1:])
+
+
+_SECTION: Final = re.compile(
+    r"(Args|Arguments|Parameters|Params|Returns?|Yields?|Raises|Examples?|Notes?|Attributes|See Also|References|"
+    r"Todo|Warnings?):\s*"
+)
+_ENTRY: Final = re.compile(r"(?P<name>\w+)\s*(\([^)]*\))?\s*:\s*(?P<text>.*)")
+
+
+def read_docstring(fn: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Return the description of a docstring, and the texts of its ``Args`` section where there is one."""
+    lines = inspect.cleandoc(fn.__doc__ or "").splitlines()
+    start = next((n for n, line in enumerate(lines) if _SECTION.fullmatch(line)), len(lines))
+    texts: dict[str, str] = {}
+    section, indent, current = "", None, None
+    for line in lines[start:]:
+        header = _SECTION.fullmatch(line)
+        if header:
+            section, indent, current = header[1], None, None
+            continue
+        if section not in ("Args", "Arguments", "Parameters", "Params") or not line.strip():
+            continue
+        depth = len(line) - len(line.lstrip())
+        indent = depth if indent is None else indent
+        entry = _ENTRY.fullmatch(line.strip())
+        if depth == indent and entry:
+            current = entry["name"]
+            texts[current] = entry["text"].strip()
+        elif current is not None:
+            texts[current] = f"{texts[current]} {line.strip()}".strip()
+    return "\n".join(lines[:start]).strip(), texts
+
+
+# Where a JSON schema holds further ones; everything else in it is a value.
+_ONE: Final = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
+_MANY: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED: Final = ("properties", "patternProperties", "dependentSchemas")
+
+
+def plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without titles and with its definitions in place, so that a model reads it from left to right.
+
+    A definition that holds itself stays under ``$defs``.
+    """
+    inliner = _Inliner(schema.get("$defs", {}), {})
+    plain: dict[str, Any] = inliner.plain({key: value for key, value in schema.items() if key != "$defs"}, ())
+    if inliner.kept:
+        plain["$defs"] = inliner.kept
+    return plain
+
+
+@dataclass(slots=True)
+class _Inliner:
+    definitions: dict[str, Any]
+    kept: dict[str, Any]
+
+    def plain(self, schema: Any, above: tuple[str, ...]) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        if "$ref" in schema:
+            return self._referred(schema, above)
+        result: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in ("title", "discriminator"):
+                continue
+            if key in _ONE:
+                value = self.plain(value, above)
+            elif key in _MANY:
+                value = [self.plain(each, above) for each in value]
+            elif key in _NAMED:
+                value = {name: self.plain(each, above) for name, each in value.items()}
+            result[key] = value
+        return result
+
+    def _referred(self, schema: dict[str, Any], above: tuple[str, ...]) -> dict[str, Any]:
+        name = schema["$ref"].removeprefix("#/$defs/")
+        beside = {key: value for key, value in schema.items() if key not in ("$ref", "title")}
+        if self._holds_itself(name):
+            if name not in self.kept:
+                self.kept[name] = {}
+                self.kept[name] = self.plain(self.definitions[name], above)
+            return {"$ref": schema["$ref"], **beside}
+        inner: dict[str, Any] = self.plain(self.definitions[name], (*above, name))
+        return {**inner, **beside}
+
+    def _holds_itself(self, name: str) -> bool:
+        seen: set[str] = set()
+        waiting = list(_references(self.definitions[name]))
+        while waiting:
+            found = waiting.pop()
+            if found == name:
+                return True
+            if found not in seen:
+                seen.add(found)
+                waiting.extend(_references(self.definitions[found]))
+        return False
+
+
+def _references(schema: Any) -> list[str]:
+    if isinstance(schema, dict):
+        own = [schema["$ref"].removeprefix("#/$defs/")] if isinstance(schema.get("$ref"), str) else []
+        return own + [name for value in schema.values() for name in _references(value)]
+    if isinstance(schema, list):
+        return [name for value in schema for name in _references(value)]
+    return []

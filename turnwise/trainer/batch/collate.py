@@ -1,0 +1,161 @@
+"""Rows as padded rectangles, for training loops of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from turnwise.errors import TrainError
+from turnwise.trajectory import TrainSample
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """B rows, each padded to the longest: B x T tensors, and what the rows are.
+
+    Attributes:
+        input_ids: int64 of shape [B, T]; ``pad_id`` where nothing is.
+        attention_mask: int64 of shape [B, T], 1 on tokens, 0 on padding.
+        position_ids: int64 of shape [B, T], from 0 at a row's first token on; 0 on padding.
+        loss_mask: bool of shape [B, T], true where the policy sampled the token and it is trained.
+        labels: int64 of shape [B, T]: the token where it is trained, else -100 (as transformers' losses read it).
+        rollout_logprobs: float32 of shape [B, T], what the server reported; 0 where nothing was sampled.
+        weight_versions: int64 of shape [B, T], which weights sampled the token; -1 where nothing was sampled.
+        turn_ids: int64 of shape [B, T], number of the turn; -1 where nothing was sampled.
+        advantages: float32 of shape [B, T], 0 where nothing is trained; None where none were given.
+        prompt_ids: int64 of shape [B, P]: what stands before the first trained token, padded on the left.
+        prompt_mask: int64 of shape [B, P].
+        completion_ids: int64 of shape [B, C]: from the first trained token on, tool answers included, padded on the
+            right.
+        completion_mask: int64 of shape [B, C], 1 on tokens, 0 on padding.
+        completion_loss_mask: bool of shape [B, C]: ``loss_mask`` of these (false on what tools answered).
+        completion_logprobs: float32 of shape [B, C]: ``rollout_logprobs`` of these.
+        trajectory_ids: The trajectory of each row.
+        group_ids: The group of each row.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    loss_mask: Tensor
+    labels: Tensor
+    rollout_logprobs: Tensor
+    weight_versions: Tensor
+    turn_ids: Tensor
+    advantages: Tensor | None
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    completion_loss_mask: Tensor
+    completion_logprobs: Tensor
+    trajectory_ids: tuple[str, ...]
+    group_ids: tuple[str, ...]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+
+def collate_padded(
+    samples: Sequence[TrainSample],
+    side: Literal["left", "right"] = "right",
+    *,
+    pad_id: int = 0,
+    advantages: Sequence[float | Sequence[float]] | None = None,
+    pad_to_multiple_of: int = 1,
+) -> PaddedBatch:
+    """Pad rows to one length.
+
+    The whole rows are padded on ``side``. Beside them stand prompts (padded on the left) and completions (padded on the
+    right), so that concatenated along the second dimension they are rows whose completions begin in one column.
+
+    Args:
+        samples: What ``to_samples`` returns.
+        side: Where whole rows are padded.
+        pad_id: What stands on padding; any id, for ``attention_mask`` hides it.
+        advantages: For each sample one number for all its trained tokens, or one for each of its tokens.
+        pad_to_multiple_of: The lengths T, P and C are rounded up to a multiple of this.
+
+    Raises:
+        TrainError: There is no sample, an argument cannot be used, or a sample holds media.
+    """
+    _check(samples, side, pad_to_multiple_of)
+    told = None if advantages is None else _advantages(samples, advantages)
+    firsts = [
+        int(np.argmax(sample.loss_mask)) if sample.trained_tokens else len(sample.loss_mask) for sample in samples
+    ]
+    starts, ends = [0] * len(samples), [len(sample.input_ids) for sample in samples]
+    whole, prompt, completion = (starts, ends, side), (starts, firsts, "left"), (firsts, ends, "right")
+
+    def laid(rows: Sequence[Any], where: tuple[list[int], list[int], str], fill: float, dtype: torch.dtype) -> Tensor:
+        parts = [row[start:stop] for row, start, stop in zip(rows, where[0], where[1], strict=True)]
+        return _padded(parts, where[2], fill, dtype, pad_to_multiple_of)
+
+    ids = [sample.input_ids for sample in samples]
+    ones = [np.ones(len(each), np.int64) for each in ids]
+    masks = [sample.loss_mask for sample in samples]
+    logprobs = [sample.rollout_logprobs for sample in samples]
+    integers, numbers = torch.int64, torch.float32
+    return PaddedBatch(
+        input_ids=laid(ids, whole, pad_id, integers),
+        attention_mask=laid(ones, whole, 0, integers),
+        position_ids=laid([np.arange(len(each)) for each in ids], whole, 0, integers),
+        loss_mask=laid(masks, whole, False, torch.bool),
+        labels=laid([np.where(m, i, -100) for i, m in zip(ids, masks, strict=True)], whole, -100, integers),
+        rollout_logprobs=laid(logprobs, whole, 0.0, numbers),
+        weight_versions=laid([sample.weight_versions for sample in samples], whole, -1, integers),
+        turn_ids=laid([sample.turn_ids for sample in samples], whole, -1, integers),
+        advantages=None if told is None else laid(told, whole, 0.0, numbers),
+        prompt_ids=laid(ids, prompt, pad_id, integers),
+        prompt_mask=laid(ones, prompt, 0, integers),
+        completion_ids=laid(ids, completion, pad_id, integers),
+        completion_mask=laid(ones, completion, 0, integers),
+        completion_loss_mask=laid(masks, completion, False, torch.bool),
+        completion_logprobs=laid(logprobs, completion, 0.0, numbers),
+        trajectory_ids=tuple(sample.trajectory_id for sample in samples),
+        group_ids=tuple(sample.group_id for sample in samples),
+    )
+
+
+def _check(samples: Sequence[TrainSample], side: str, multiple: int) -> None:
+    if not samples:
+        raise TrainError("samples is empty: there is nothing to pad")
+    if side not in ("left", "right"):
+        raise TrainError(f"side is {side!r}; it must be left or right")
+    if multiple < 1:
+        raise TrainError(f"pad_to_multiple_of is {multiple}; it must be at least 1")
+    for sample in samples:
+        if sample.media:
+            raise TrainError(f"a row of trajectory {sample.trajectory_id} holds media, which tensors of ids cannot")
+
+
+def _padded(parts: Sequence[npt.NDArray[Any]], side: str, fill: float, dtype: torch.dtype, multiple: int) -> Tensor:
+    """Return parts of rows as a rectangle, filled up on a side to the longest, rounded up to a multiple."""
+    width = -(-max(len(part) for part in parts) // multiple) * multiple
+    out = torch.full((len(parts), width), fill, dtype=dtype)
+    for number, part in enumerate(parts):
+        place = slice(width - len(part), width) if side == "left" else slice(0, len(part))
+        out[number, place] = torch.from_numpy(np.ascontiguousarray(part)).to(dtype)
+    return out
+
+
+def _advantages(samples: Sequence[TrainSample], given: Sequence[float | Sequence[float]]) -> list[Any]:
+    if len(given) != len(samples):
+        raise TrainError(f"advantages has {len(given)} elements for {len(samples)} samples")
+    found = []
+    for sample, value in zip(samples, given, strict=True):
+        numbers = np.asarray(value, np.float32)
+        if numbers.shape not in ((), sample.input_ids.shape):
+            raise TrainError(
+                f"advantages of trajectory {sample.trajectory_id} have shape {numbers.shape}; give one number, or one "
+                f"for each of its {len(sample.input_ids)} tokens"
+            )
+        found.append(np.where(sample.loss_mask, numbers, np.float32(0)))
+    return found

@@ -1,0 +1,247 @@
+"""From training rows to packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from turnwise.errors import TrainError
+from turnwise.trainer.batch.prefix_tree import Laid, PrefixTree
+from turnwise.trajectory import TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """A sample and what the step decided about it.
+
+    Attributes:
+        sample: The ids, the mask and what the rollout recorded.
+        advantage: One number for all its trained tokens, or float32 of shape [tokens]. 0 where a loss reads none.
+        weight: Loss weight of each of its trained tokens (see ``aggregation.py``).
+        importance: What ``weight`` is multiplied by (``correction.py``): one number, or float32 of shape [tokens].
+        temperature: What the logits were divided by when it was sampled; 0 (greedy) counts as 1.
+        values: float32 of shape [tokens], what the critic expected before each; None where there is none.
+        returns: float32 of shape [tokens], what the critic should have expected; NaN where it is not asked.
+    """
+
+    sample: TrainSample
+    advantage: float | npt.NDArray[np.float32] = 0.0
+    weight: float = 1.0
+    temperature: float = 1.0
+    importance: float | npt.NDArray[np.float32] = 1.0
+    values: npt.NDArray[np.float32] | None = None
+    returns: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Rows laid end to end or as trees, and their N trained tokens, in the order of ``rows`` and of a row's tokens.
+
+    What the forward pass sees has shape [1, T], what is known of a trained token shape [N].
+
+    Attributes:
+        input_ids: int64 of shape [1, T].
+        position_ids: int64 of shape [1, T], starting at 0 in each segment without a parent, else going on from it.
+        segments: (start, length, parent) of each segment; parent is the segment whose ids come before, -1 for none.
+            They stand in the order of a walk through their trees.
+        rows: Indices of the rows in what was packed.
+        predictors: int64, the position in [0, T) whose state predicts the token.
+        target_ids: int64, the token.
+        rollout_logprobs: float32, what the inference server reported of it.
+        advantages: float32.
+        weights: float32, its loss weight.
+        temperatures: float32, the divisor of the logits that predict it (never 0).
+        sequences: int64, the number (from 0) of the row that it belongs to: its place in ``rows``.
+        turns: int64, the number (from 0) of its turn; turns of different rows have different numbers.
+        old_logprobs: float32, log-probabilities that the ratio of a policy loss divides by; None means those of the
+            forward pass itself (the ratio is then exactly 1).
+        ref_logprobs: float32, log-probabilities of the reference policy, or None where nothing reads them.
+        selected: bool, what the loss chose of the whole step (``losses.Loss.select``), or None.
+        old_values: float32, the critic's values before the first update of the step, or None without a critic.
+        returns: float32, what a critic learns to say; NaN where it is not asked.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segments: tuple[tuple[int, int, int], ...]
+    rows: tuple[int, ...]
+    predictors: Tensor
+    target_ids: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    temperatures: Tensor
+    sequences: Tensor
+    turns: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    selected: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the forward pass sees."""
+        return self.input_ids.shape[1]
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens are trained."""
+        return self.predictors.shape[0]
+
+
+def pack(rows: Sequence[TrainRow], max_tokens: int, *, share_prefixes: bool = False) -> list[MicroBatch]:
+    """Lay rows into micro-batches of at most ``max_tokens`` tokens.
+
+    Rows without a trained token are left out: nothing would read them. A row longer than the budget gets a micro-batch
+    of its own. What is computed for a trained token depends on its row alone, not on how rows are packed.
+
+    Args:
+        rows: What to pack.
+        max_tokens: Token budget of a micro-batch. Tokens that rows share in it count once.
+        share_prefixes: Lay what rows have in common at their beginning once (rows of a group, branches of a
+            trajectory), and leave out what stands behind the last trained token. Else rows are laid whole and end to
+            end, first-fit, longest first.
+
+    Raises:
+        TrainError: The budget is below 1, or a row cannot be trained (its message names the row and the field).
+    """
+    if max_tokens < 1:
+        raise TrainError(f"max_tokens_per_micro_batch is {max_tokens}; it must be at least 1")
+    for index, row in enumerate(rows):
+        _check(index, row)
+    trained = [index for index, row in enumerate(rows) if row.sample.trained_tokens]
+    if not share_prefixes:
+        parts = _first_fit([len(rows[index].sample.input_ids) for index in trained], max_tokens)
+        return [_lay(rows, members, _end_to_end(rows, members)) for members in _named(parts, trained)]
+    # The state that predicts the last trained token is the last one that anything needs.
+    needed = [int(np.flatnonzero(rows[index].sample.loss_mask)[-1]) for index in trained]
+    tree = PrefixTree.of([rows[index].sample.input_ids[:end] for index, end in zip(trained, needed, strict=True)])
+    parts = tree.partition(max_tokens)
+    members = _named([[tree.order[place] for place in part] for part in parts], trained)
+    return [_lay(rows, names, tree.lay(part)) for names, part in zip(members, parts, strict=True)]
+
+
+def _named(parts: Sequence[Sequence[int]], names: Sequence[int]) -> list[list[int]]:
+    return [[names[number] for number in part] for part in parts]
+
+
+def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Deal rows to micro-batches, longest first (equal lengths keep their order)."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    first_open = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        number = next((n for n in range(first_open, len(bins)) if room[n] >= lengths[index]), len(bins))
+        if number == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[number].append(index)
+        room[number] -= lengths[index]
+        # Lengths only fall from here on, so full bins at the front need no second look.
+        while first_open < len(bins) and room[first_open] <= 0:
+            first_open += 1
+    return bins
+
+
+def _check(index: int, row: TrainRow) -> None:
+    sample = row.sample
+    where = f"row {index} (trajectory {sample.trajectory_id})"
+    length = len(sample.input_ids)
+    if length == 0:
+        raise TrainError(f"{where} has no tokens")
+    named = {"loss_mask": sample.loss_mask, "rollout_logprobs": sample.rollout_logprobs, "turn_ids": sample.turn_ids}
+    for name, values in named.items():
+        if len(values) != length:
+            raise TrainError(f"{where}: {name} has {len(values)} elements for {length} input_ids")
+    if sample.media:
+        raise TrainError(f"{where} holds {sample.media[0].kind}; this trainer places text only")
+    if sample.loss_mask[0]:
+        raise TrainError(f"{where}: loss_mask[0] is true, but nothing stands before the first token to predict it from")
+    if isinstance(row.advantage, np.ndarray) and row.advantage.shape != (length,):
+        raise TrainError(f"{where}: advantage has shape {row.advantage.shape} for {length} input_ids")
+    if isinstance(row.importance, np.ndarray) and row.importance.shape != (length,):
+        raise TrainError(f"{where}: importance has shape {row.importance.shape} for {length} input_ids")
+    if not (np.isfinite(row.advantage).all() and np.isfinite(row.weight) and np.isfinite(row.importance).all()):
+        raise TrainError(f"{where}: advantage or weight is not finite; look at the rewards of its group")
+    if not (np.isfinite(row.temperature) and row.temperature >= 0):
+        raise TrainError(f"{where}: temperature is {row.temperature}; it must be 0 or more")
+
+
+def _end_to_end(rows: Sequence[TrainRow], members: Sequence[int]) -> Laid:
+    lengths = [len(rows[index].sample.input_ids) for index in members]
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
+    return Laid(
+        segments=tuple((start, length, -1) for start, length in zip(starts, lengths, strict=True)),
+        sources=tuple((number, 0, length) for number, length in enumerate(lengths)),
+        paths=tuple((number,) for number in range(len(lengths))),
+    )
+
+
+def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: Laid) -> MicroBatch:
+    chosen = [rows[index] for index in members]
+    ids = [chosen[number].sample.input_ids[first:end] for number, first, end in laid.sources]
+    trained = [np.flatnonzero(row.sample.loss_mask) for row in chosen]
+
+    def of_tokens(values: Sequence[float | npt.NDArray[np.float32]]) -> Tensor:
+        picked = [
+            np.broadcast_to(np.asarray(value, np.float32), row.sample.loss_mask.shape)[tokens]
+            for value, row, tokens in zip(values, chosen, trained, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(picked))
+
+    return MicroBatch(
+        input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64))[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(first, end) for _, first, end in laid.sources]))[None],
+        segments=laid.segments,
+        rows=tuple(members),
+        predictors=torch.from_numpy(np.concatenate(_predictors(laid, trained))),
+        target_ids=torch.from_numpy(
+            np.concatenate(
+                [row.sample.input_ids[tokens] for row, tokens in zip(chosen, trained, strict=True)], dtype=np.int64
+            )
+        ),
+        rollout_logprobs=of_tokens([row.sample.rollout_logprobs for row in chosen]),
+        advantages=of_tokens([row.advantage for row in chosen]),
+        weights=of_tokens([row.weight * row.importance for row in chosen]),
+        temperatures=of_tokens([row.temperature or 1.0 for row in chosen]),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(tokens) for tokens in trained])),
+        turns=torch.from_numpy(_turns(chosen)),
+        old_values=None if (values := _all_or_none([row.values for row in chosen])) is None else of_tokens(values),
+        returns=None if (returns := _all_or_none([row.returns for row in chosen])) is None else of_tokens(returns),
+    )
+
+
+def _predictors(laid: Laid, trained: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+    """Return for each row where the states stand that predict its trained tokens."""
+    found = []
+    for path, tokens in zip(laid.paths, trained, strict=True):
+        # The token at position t is predicted by the state at t - 1, which may stand in an ancestor; no row trains its
+        # first token.
+        begins = np.asarray([laid.sources[segment][1] for segment in path])
+        shifts = np.asarray([laid.segments[segment][0] for segment in path]) - begins
+        found.append(tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, side="right") - 1])
+    return found
+
+
+def _all_or_none(values: Sequence[npt.NDArray[np.float32] | None]) -> list[npt.NDArray[np.float32]] | None:
+    known = [each for each in values if each is not None]
+    if known and len(known) < len(values):
+        raise TrainError("some rows of a micro-batch have a critic's values or returns, others have none")
+    return known or None
+
+
+def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:
+    """Number the turns of the trained tokens of rows, in order."""
+    found: list[npt.NDArray[np.int64]] = []
+    count = 0
+    for row in rows:
+        names, numbers = np.unique(row.sample.turn_ids[row.sample.loss_mask], return_inverse=True)
+        found.append(numbers.astype(np.int64) + count)
+        count += len(names)
+    return np.concatenate(found)

@@ -1,0 +1,1 @@
+"""The configuration sections of training."""

@@ -1,0 +1,1 @@
+"""Learners: gradients from micro-batches, and optimizer steps from gradients."""

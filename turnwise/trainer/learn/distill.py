@@ -1,0 +1,138 @@
+"""On-policy distillation: the policy samples, a teacher says of each sampled token how likely it finds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.chat.model_dir import read_model_dir
+from turnwise.errors import ConfigError, InferenceError, RenderError
+from turnwise.gateway.frozen import FrozenConfig, FrozenPolicies, FrozenPolicy
+from turnwise.trainer.algorithms.config import DistillConfig
+from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
+from turnwise.trainer.batch.experience import Experience
+from turnwise.trajectory import TrainSample
+
+Scores = npt.NDArray[np.float32]
+
+
+def reverse_kl(student: Scores, teacher: Scores) -> Scores:
+    """Return the advantage of sampled tokens, ``log p_teacher - log p_student``, bounded to +-20, shape [N].
+
+    Its expectation under the student is -KL(student || teacher) of the next token: that reverse divergence is what Gu
+    et al. 2023, MiniLLM (arXiv:2306.08543), eq. 2, and Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1,
+    minimise on the student's own samples. What later tokens bring does not count for earlier ones (a discount of 0, as
+    in Lu and Thinking Machines Lab 2025, "On-Policy Distillation").
+
+    Args:
+        student: Shape [N], log-probabilities when the tokens were sampled.
+        teacher: Shape [N], the teacher's of the same tokens.
+    """
+    bounded: Scores = np.clip(teacher - student, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return bounded
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """Who is asked.
+
+    Attributes:
+        policy: The frozen policy.
+        recover: Waits until its server runs, after a request failed.
+    """
+
+    policy: FrozenPolicy
+    recover: Callable[[InferenceError], Awaitable[None]]
+
+    @classmethod
+    def of(cls, config: DistillConfig | None, frozen: FrozenPolicies) -> Self | None:
+        """Return the teacher of a run, or None where there is none."""
+        return None if config is None else cls(frozen.policies[config.teacher], frozen.recover)
+
+    async def score(self, samples: Sequence[TrainSample]) -> list[Scores]:
+        """Return log-probabilities of the tokens of rows, each of shape [tokens]; NaN beyond the teacher's context.
+
+        Raises:
+            InferenceError: The teacher's server failed twice.
+            RequestRefused: It cannot score.
+        """
+        try:
+            return await self._all(samples)
+        except InferenceError as error:
+            await self.recover(error)
+            return await self._all(samples)
+
+    async def _all(self, samples: Sequence[TrainSample]) -> list[Scores]:
+        asked = [asyncio.create_task(self._one(sample)) for sample in samples]
+        try:
+            return await asyncio.gather(*asked)
+        finally:
+            for task in asked:
+                task.cancel()
+
+    async def _one(self, sample: TrainSample) -> Scores:
+        # A server samples at least one token more than it is asked about.
+        most = min(len(sample.input_ids), self.policy.info.context_length - 1)
+        found = np.full(len(sample.input_ids), np.nan, np.float32)
+        found[:most] = await self.policy.client.score(sample.input_ids[:most], session_id="")
+        return found
+
+
+def distilled(experience: Experience, scores: Sequence[Scores], config: DistillConfig) -> Experience:
+    """Return an experience whose advantages say what the teacher says, and beside it what the rewards say.
+
+    Args:
+        experience: Rows with the advantages of rewards.
+        scores: For each row what :meth:`Teacher.score` returned.
+        config: The weights of both.
+    """
+    rows = []
+    gaps: list[Scores] = []
+    for row, teacher in zip(experience.rows, scores, strict=True):
+        told = row.sample.loss_mask & np.isfinite(teacher)
+        word = reverse_kl(row.sample.rollout_logprobs, np.nan_to_num(teacher))
+        gaps.append(-word[told])
+        rewards = config.reward_coef * np.asarray(row.advantage, np.float32)
+        advantage = np.where(told, config.coef * word, np.float32(0)) + rewards
+        rows.append(replace(row, advantage=np.where(row.sample.loss_mask, advantage, 0).astype(np.float32)))
+    every = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
+    trained = sum(row.sample.trained_tokens for row in rows)
+    metrics = {"distill/unscored_tokens": float(trained - len(every))}
+    if len(every):
+        metrics |= {"distill/reverse_kl": float(every.mean()), "distill/gap_max": float(np.abs(every).max())}
+    return Experience(rows, experience.metrics | metrics)
+
+
+def check_teacher(config: DistillConfig | None, frozen: Mapping[str, FrozenConfig], student: Path) -> None:
+    """See that teacher and student mean the same by the same ids, before anything is served.
+
+    Args:
+        config: Who teaches, if anybody.
+        frozen: The frozen policies of the run.
+        student: The model that the run begins with.
+
+    Raises:
+        ConfigError: Their tokenizers differ, or one cannot be read.
+    """
+    if config is None:
+        return
+    where = f"algorithm.distill.teacher {config.teacher!r}"
+    directory = frozen[config.teacher].directory(config.teacher, student)
+    try:
+        mine, theirs = (read_model_dir(each).tokenizer.get_vocab() for each in (student, directory))
+    except RenderError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    for token, number in sorted(mine.items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            other = f"has it as {theirs[token]}" if token in theirs else "does not have it"
+            raise ConfigError(
+                f"{where} has another tokenizer than the trained model: the id {number} means {token!r} to "
+                f"{student}, and {directory} {other}; a teacher scores the student's own ids, so choose one of the "
+                "same family"
+            )

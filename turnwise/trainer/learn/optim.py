@@ -1,0 +1,158 @@
+"""Optimizers and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.errors import CheckpointError, TrainError
+from turnwise.trainer.config.train import OptimConfig, ScheduleConfig
+
+
+def schedule_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
+    """Return what all learning rates are multiplied by in a step.
+
+    With w warm-up steps: ``(step + 1) / w`` for step < w. After that, with ``p = (step - w) / (total - w)``:
+    ``linear`` is ``1 - (1 - min) p``, ``cosine`` is ``min + (1 - min) (1 + cos(pi p)) / 2``. ``wsd`` stays at 1 until
+    ``decay_fraction`` of all steps are left and then falls linearly (arXiv:2404.06395, section 4).
+
+    Args:
+        step: Steps taken before this one.
+        total_steps: Steps of the whole run; steps past it have the factor of the last one.
+        config: The schedule.
+    """
+    step = min(step, max(0, total_steps - 1))
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    start = config.warmup_steps
+    if config.kind == "wsd":
+        start = max(start, total_steps - round(config.decay_fraction * total_steps))
+    if config.kind == "constant" or step < start:
+        return 1.0
+    progress = (step - start) / (total_steps - start)
+    shape = (1 + math.cos(math.pi * progress)) / 2 if config.kind == "cosine" else 1 - progress
+    return config.min_ratio + (1 - config.min_ratio) * shape
+
+
+def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return (weight matrices, embeddings and output matrix, all else) by name; tied parameters once, frozen not.
+
+    Matrices are what Muon is made for: two-dimensional and neither looked up by id nor producing logits. A matrix of
+    one row (the head of a reward model) is a vector.
+
+    Args:
+        model: A Hugging Face causal language model.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if (output := model.get_output_embeddings()) is not None:
+        tables.add(id(output.weight))
+    matrices: dict[str, Tensor] = {}
+    embeddings: dict[str, Tensor] = {}
+    rest: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in tables:
+            embeddings[name] = parameter
+        elif parameter.ndim == 2 and min(parameter.shape) > 1:
+            matrices[name] = parameter
+        else:
+            rest[name] = parameter
+    return matrices, embeddings, rest
+
+
+class OptimizerSet:
+    """One or two torch optimizers over disjoint parameters, stepped and saved as one."""
+
+    def __init__(self, model: Any, config: OptimConfig) -> None:
+        """Make the optimizers.
+
+        Raises:
+            TrainError: The model has no trainable parameter.
+        """
+        matrices, embeddings, rest = split_parameters(model)
+        if not (matrices or embeddings or rest):
+            raise TrainError("the model has no parameter that requires a gradient: nothing can be trained")
+        self.names: list[list[str]] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        decayed: dict[str, Tensor] = {**embeddings}
+        if config.name == "muon" and matrices:
+            muon = torch.optim.Muon(
+                list(matrices.values()),
+                lr=config.muon.lr,
+                momentum=config.muon.momentum,
+                weight_decay=config.muon.weight_decay,
+                adjust_lr_fn=config.muon.adjust_lr,
+            )
+            self.optimizers.append(muon)
+            self.names.append(list(matrices))
+        else:
+            decayed = {**matrices, **decayed}
+        decayed |= {name: p for name, p in rest.items() if p.ndim > 2}
+        plain = {name: p for name, p in rest.items() if p.ndim < 2}
+        groups: list[dict[str, Any]] = []
+        if decayed:
+            groups.append({"params": list(decayed.values()), "weight_decay": config.weight_decay})
+        if plain:
+            groups.append({"params": list(plain.values()), "weight_decay": 0.0})
+        if groups:
+            adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+            self.optimizers.append(adamw)
+            self.names.append([*decayed, *plain])
+        self._peaks = [[float(group["lr"]) for group in each.param_groups] for each in self.optimizers]
+
+    def step(self, factor: float) -> None:
+        """Update all parameters with their learning rates multiplied by ``factor``, and forget the gradients."""
+        for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def move(self, device: torch.device) -> int:
+        """Move the state to a device. Returns its bytes."""
+        moved = 0
+        for state in (each for optimizer in self.optimizers for each in optimizer.state.values()):
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    moved += value.nbytes
+                    state[key] = value.to(device)
+        return moved
+
+    def learning_rates(self, factor: float) -> dict[str, float]:
+        """Return the learning rate of each optimizer by its name, in lower case."""
+        return {
+            type(optimizer).__name__.lower(): peaks[0] * factor
+            for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all optimizers, and which parameter each entry belongs to."""
+        return {"names": self.names, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Learning rates and the other settings stay those of the configuration.
+
+        Raises:
+            CheckpointError: The state belongs to other parameters or another optimizer.
+        """
+        if state.get("names") != self.names:
+            raise CheckpointError(
+                "the optimizer state was saved for other parameters or another optim.name; resume with the "
+                "configuration of the run that saved it"
+            )
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+            optimizer.load_state_dict(saved)
+            for group, own in zip(optimizer.param_groups, settings, strict=True):
+                group.update(own)

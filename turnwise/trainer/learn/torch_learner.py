@@ -1,0 +1,317 @@
+"""One policy and its optimizer in this process, on one device."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from turnwise.errors import CheckpointError, TrainError
+from turnwise.model.core import AdapterInfo
+from turnwise.trainer.algorithms.objectives import Objective
+from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.config.train import PolicyConfig, ScheduleConfig
+from turnwise.trainer.learn.learner import Learner, Stats, StepResult
+from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
+from turnwise.trainer.model.policy import Policy, load_model, load_weights
+
+# glibc's names for what mallopt sets (malloc.h), and the limits: larger blocks still come from the system and go back
+# to it, and so does what is free at the end of the heap beyond the second one.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT = 1 << 30
+_MOST_KEPT = (1 << 31) - 1
+
+# By any of these somebody has decided already.
+_DECIDED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep freed blocks of up to 1 GiB for the next ones, for the whole process.
+
+    By default blocks of more than 32 MiB, and often smaller ones, go back to the system when they are freed, and every
+    page of the next one is cleared again. A train step on a CPU allocates the same tensors as the one before, and may
+    spend a tenth of its time on that. The peak of resident memory stays; what comes after it does not fall as far.
+
+    Returns:
+        Whether it was done: not where an environment variable has set these limits, nor without glibc.
+    """
+    if any(name in os.environ for name in _DECIDED):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        # Another C library, or another system.
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, _MOST_KEPT))
+
+
+OPTIMIZER_FILE = "optimizer.pt"
+
+# So many updates in a row without a finite gradient do not heal by themselves.
+_MOST_BAD_STEPS = 10
+
+_log = logging.getLogger(__name__)
+
+
+class TorchLearner(Learner):
+    """Trains one policy in this process, on one device.
+
+    Attributes:
+        policy: The model.
+        steps: Optimizer steps taken so far, skipped ones included.
+        skipped: How many of them updated nothing, by reason.
+    """
+
+    def __init__(self, policy: Policy, config: PolicyConfig, total_steps: int) -> None:
+        """Make the optimizer of a policy; on a CPU, this process keeps freed memory from now on (``allocator.py``).
+
+        Args:
+            policy: The model.
+            config: Optimizer and schedule; its model section was read by whoever loaded the policy.
+            total_steps: Optimizer steps of the whole run, for the schedule.
+
+        Raises:
+            TrainError: ``total_steps`` is below 1, or the model has nothing to train.
+        """
+        if total_steps < 1:
+            raise TrainError(f"total_steps is {total_steps}; a run has at least one optimizer step")
+        self.policy = policy
+        self.steps = 0
+        self.skipped: Counter[str] = Counter()
+        self._optimizers = OptimizerSet(policy.model, config.optim)
+        self._schedule: ScheduleConfig = config.schedule
+        self._max_grad_norm = config.optim.max_grad_norm
+        self.total_steps = total_steps
+        self._bad_steps = 0
+        self._home = policy.device
+        if self._home.type == "cpu":
+            keep_freed_memory()
+        self._away = False
+
+    @classmethod
+    def create(cls, config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Self:
+        """Load the model that a configuration names, and make its learner.
+
+        Sets the number of torch threads of this process where ``model.threads`` says one.
+
+        Args:
+            config: Model, optimizer and schedule.
+            total_steps: Optimizer steps of the whole run.
+            model_path: Load the model from here instead (a checkpoint). With adapters the model is always that of the
+                configuration: a checkpoint holds theirs alone.
+
+        Raises:
+            TrainError: The model cannot be loaded or trained.
+        """
+        model = config.model
+        if model.threads is not None:
+            torch.set_num_threads(model.threads)
+        policy = load_model(
+            model.path if model_path is None or model.lora is not None else model_path,
+            device=pick_device(model.device),
+            compute_dtype=model.compute_dtype,
+            gradient_checkpointing=model.gradient_checkpointing,
+            lora=model.lora,
+        )
+        return cls(policy, config, total_steps)
+
+    def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective, normalizer: float) -> Stats:
+        """Add the gradient of ``sum of losses / normalizer`` to what is accumulated.
+
+        Args:
+            batches: The micro-batches; how rows are split over them does not change the result.
+            objective: The loss.
+            normalizer: What sums are divided by: that of the whole optimizer step (``aggregation.py``).
+
+        Raises:
+            TrainError: The normaliser is not above 0, or a batch does not fit the model.
+        """
+        self._check_here("forward_backward")
+        if not normalizer > 0:
+            raise TrainError(f"the normaliser of a step is {normalizer}; it must be above 0")
+        total: Tensor | None = None
+        sums: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
+        for batch in batches:
+            result = objective(batch, self.policy.forward(batch, entropy=objective.entropy))
+            loss = result.loss / normalizer
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+            for name, value in result.sums.items():
+                sums[name] = sums[name] + value if name in sums else value
+            for name, value in result.maxima.items():
+                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        tokens = sum(batch.trained_tokens for batch in batches)
+        return Stats(
+            loss=0.0 if total is None else float(total),
+            tokens=tokens,
+            means={name: float(value) / max(1, tokens) for name, value in sums.items()},
+            maxima={name: float(value) for name, value in maxima.items()},
+        )
+
+    def optim_step(self) -> StepResult:
+        """Clip the accumulated gradients, update the parameters, and forget the gradients.
+
+        An update whose gradient norm is not finite is left out, counted and logged as an error.
+
+        Raises:
+            TrainError: Too many updates in a row had no finite gradient.
+        """
+        self._check_here("optim_step")
+        factor = schedule_factor(self.steps, self.total_steps, self._schedule)
+        rates = self._optimizers.learning_rates(factor)
+        self.steps += 1
+        parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
+        if not parameters:
+            self.skipped["no_gradient"] += 1
+            return StepResult(0.0, rates, "no_gradient")
+        limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        if not norm < float("inf"):
+            self._skip_bad_step(norm)
+            return StepResult(norm, rates, "non_finite")
+        self._bad_steps = 0
+        self._optimizers.step(factor)
+        return StepResult(norm, rates)
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+        self._check_here("logprobs")
+        with torch.no_grad():
+            return [self.policy.forward(batch).logprobs for batch in batches]
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return what states are worth before each trained token, where a critic shares this model (``critic.py``).
+
+        Raises:
+            TrainError: There is no value head.
+        """
+        if self.policy.value_head is None:
+            return super().values(batches)
+        with torch.no_grad():
+            return [self.policy.value_head(self.policy.states(batch)) for batch in batches]
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of all weights, tied ones once, or of the adapters. They are live: copy to keep."""
+        return self.policy.named_weights() if self.policy.lora is None else self.policy.lora.tensors()
+
+    @property
+    def adapter(self) -> AdapterInfo | None:
+        """What is exported where the policy has adapters."""
+        return None if self.policy.lora is None else self.policy.lora.info
+
+    def initial_weights(self) -> AbstractContextManager[None] | None:
+        """Return a context without the adapters, where they began at zero; else None."""
+        lora = self.policy.lora
+        return None if lora is None or lora.continued else lora.off()
+
+    def save_model(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+        """Write the model in Hugging Face format, adapters added to it, with the tokenizer files that it came with.
+
+        Args:
+            directory: Where to; made if missing.
+            extra: Called with the directory at the end, to add files.
+        """
+        self.policy.save_hf(directory, extra=extra)
+
+    def save(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+        """Write the model in Hugging Face format, or its adapters in peft's, and the state of the optimizer beside it.
+
+        Args:
+            directory: Where to; made if missing.
+            extra: Called with the directory, to add files.
+        """
+        self.policy.save_trained(directory, extra=extra)
+        state = {
+            "steps": self.steps,
+            "skipped": dict(self.skipped),
+            "bad_steps": self._bad_steps,
+            "optimizer": self._optimizers.state_dict(),
+        }
+        torch.save(state, directory / OPTIMIZER_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Restore what :meth:`save` wrote: parameters, optimizer state and counts, bit for bit.
+
+        Raises:
+            CheckpointError: A file is missing or cannot be read, or belongs to another model or optimizer.
+        """
+        file = directory / OPTIMIZER_FILE
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {directory} lacks {OPTIMIZER_FILE}")
+        try:
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        load_weights(self.policy, directory)
+        self._optimizers.load_state_dict(state["optimizer"])
+        self.steps = int(state["steps"])
+        self.skipped = Counter(state["skipped"])
+        self._bad_steps = int(state["bad_steps"])
+
+    def offload(self) -> int:
+        """Move parameters, gradients and the optimizer's state to the CPU; 0 bytes where they are there already."""
+        if self._away or self._home.type == "cpu":
+            return 0
+        self._away = True
+        return self._move(torch.device("cpu"))
+
+    def onload(self) -> int:
+        """Move what was offloaded back; returns the bytes."""
+        if not self._away:
+            return 0
+        self._away = False
+        return self._move(self._home)
+
+    def _move(self, device: torch.device) -> int:
+        moved = 0
+        for tensor in [*self.policy.model.parameters(), *self.policy.model.buffers()]:
+            moved += tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes)
+            # The parameter stays the object that the optimizer and ties know.
+            tensor.data = tensor.data.to(device)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(device)
+        moved += self._optimizers.move(device)
+        if device.type == "cpu":
+            torch.cuda.empty_cache()
+        return moved
+
+    def _check_here(self, what: str) -> None:
+        if self._away:
+            raise TrainError(f"{what} was called while the learner is offloaded to the CPU: call onload() before")
+
+    def _skip_bad_step(self, norm: float) -> None:
+        self._optimizers.zero_grad()
+        self.skipped["non_finite"] += 1
+        self._bad_steps += 1
+        _log.error("optimizer step %d left out: the gradient norm is %s", self.steps, norm)
+        if self._bad_steps >= _MOST_BAD_STEPS:
+            raise TrainError(
+                f"{self._bad_steps} optimizer steps in a row had no finite gradient (last norm: {norm}); "
+                "lower optim.lr, or resume from an earlier checkpoint"
+            )
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the torch device that a configuration names.
+
+    Raises:
+        TrainError: There is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise TrainError(f"model.device is {name!r}, which is not available here (auto picks one): {error}") from error
+    return device

@@ -1,0 +1,231 @@
+"""The optimizer steps of one train step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.errors import TrainError
+from turnwise.seeding import stable_hash
+from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.correction import correct
+from turnwise.trainer.algorithms.kl import KLTerm
+from turnwise.trainer.algorithms.objectives import PolicyObjective
+from turnwise.trainer.algorithms.registry import Chosen
+from turnwise.trainer.algorithms.rewards import RowKey
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
+from turnwise.trainer.config.batch import BatchConfig
+from turnwise.trainer.learn.learner import Learner, Stats, StepResult
+from turnwise.trainer.model.critic import Critic
+from turnwise.trainer.observe.gap import GapWatch
+from turnwise.trainer.observe.metrics import update_metrics
+
+
+def update_policy(
+    learner: Learner,
+    rows: Sequence[TrainRow],
+    algorithm: AlgorithmConfig,
+    batch: BatchConfig,
+    *,
+    seed: int,
+    kl: KLTerm | None = None,
+    critic: Critic | None = None,
+    critic_alone: bool = False,
+    watch: GapWatch | None = None,
+    changing: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Go through the rows of a train step: ``epochs`` times, in ``minibatches`` optimizer steps each.
+
+    Args:
+        learner: Whose weights change.
+        rows: What is trained. May be empty: every group taught nothing, and nothing changes.
+        algorithm: The loss, epochs and minibatches.
+        batch: The token budget of a micro-batch, and whether rows share prefixes in it.
+        seed: Decides how rows are dealt to minibatches.
+        kl: A penalty beside the loss.
+        critic: Who made the advantages, and learns in the same steps.
+        critic_alone: Whether the policy stays as it is.
+        watch: Told of the tokens of the first update, whose weights are those that sampled.
+        changing: Called before each optimizer step: until then nothing has changed that a checkpoint holds.
+
+    Returns:
+        Metrics as ``metrics.update_metrics`` names them.
+    """
+    objective = PolicyObjective.of(algorithm, kl)
+    select = algorithm.chosen_selection()
+    prepared = _prepare(learner, rows, algorithm, batch)
+    rows, old = prepared.rows, prepared.old
+    reference = None if kl is None else prepared.left(kl.ref_logprobs)
+    updates: list[tuple[Stats, StepResult]] = []
+    computed = 0
+    for epoch in range(algorithm.epochs):
+        parts = minibatches(rows, algorithm.minibatches, stable_hash("minibatches", seed, epoch))
+        for number, part in enumerate(parts):
+            weighed, normalizer = weigh(part, algorithm.aggregation, scale=algorithm.loss_scale)
+            selected: dict[RowKey, Tensor] = {}
+            if select is not None and old is not None:
+                selected = select_tokens(weighed, old, select, seed=stable_hash("selection", seed, epoch, number))
+            if algorithm.idle_at_zero and critic is None:
+                # Rows without advantage count in the normaliser, but no forward pass is spent on them.
+                weighed = [row for row in weighed if np.any(row.advantage)]
+            batches = pack(weighed, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
+            computed += sum(micro.tokens for micro in batches)
+            for micro in batches:
+                _fill(micro, weighed, old, reference, selected)
+            watching = _watching(objective, watch, weighed)
+            if critic is None:
+                stats = learner.forward_backward(batches, watching, normalizer)
+                changing()
+                updates.append((stats, learner.optim_step()))
+            elif done := critic.update(learner, batches, watching, normalizer, alone=critic_alone, changing=changing):
+                updates.append(done)
+    metrics = update_metrics(updates) | prepared.metrics | {"batch/packed_tokens": float(computed)}
+    return metrics | ({} if critic is None else critic.metrics())
+
+
+def _watching(objective: PolicyObjective, watch: GapWatch | None, rows: Sequence[TrainRow]) -> PolicyObjective:
+    """Return the objective that tells what watches the first update."""
+    if watch is None or watch.noted:
+        return objective
+    watch.packed(rows)
+    return replace(objective, watch=watch)
+
+
+def _fill(
+    micro: MicroBatch,
+    rows: Sequence[TrainRow],
+    old: Mapping[RowKey, Tensor] | None,
+    reference: Mapping[RowKey, Tensor] | None,
+    selected: Mapping[RowKey, Tensor],
+) -> None:
+    """Give a micro-batch what is known of its rows besides themselves."""
+    keys = [_key(rows[index]) for index in micro.rows]
+    if old is not None:
+        micro.old_logprobs = torch.cat([old[key] for key in keys])
+    if reference is not None:
+        micro.ref_logprobs = torch.cat([reference[key] for key in keys])
+    if selected:
+        micro.selected = torch.cat([selected[key] for key in keys])
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is known before the first update: rows, what the ratio is taken against (by row), what was measured, and
+    which trained tokens of each row a correction left (empty where there is none).
+    """
+
+    rows: Sequence[TrainRow]
+    old: Mapping[RowKey, Tensor] | None
+    metrics: dict[str, float]
+    kept: Mapping[RowKey, Tensor]
+
+    def left(self, values: Mapping[RowKey, Tensor]) -> Mapping[RowKey, Tensor]:
+        """Return the values of the tokens that are left."""
+        return {key: each[self.kept[key]] for key, each in values.items()} if self.kept else values
+
+
+def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, batch: BatchConfig) -> _Prepared:
+    """Correct the rows, and find the old policy's log-probabilities.
+
+    They are None where they are those of the forward pass of the one update itself: the ratio is then 1.
+    """
+    several = algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None
+    own: Mapping[RowKey, Tensor] | None = None
+    if algorithm.correction is not None or (several and algorithm.old_logprobs == "recompute"):
+        own = recompute_logprobs(learner, rows, batch)
+    metrics: dict[str, float] = {}
+    kept: Mapping[RowKey, Tensor] = {}
+    if algorithm.correction is not None and own is not None:
+        corrected = correct(rows, own, algorithm.correction)
+        kept = corrected.kept
+        own = {key: logprobs[kept[key]] for key, logprobs in own.items()}
+        rows, metrics = corrected.rows, corrected.metrics
+    if algorithm.old_logprobs == "rollout":
+        own = {_key(row): torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
+    return _Prepared(rows, own, metrics, kept)
+
+
+def select_tokens(
+    rows: Sequence[TrainRow], old: Mapping[RowKey, Tensor], select: Chosen, *, seed: int
+) -> dict[RowKey, Tensor]:
+    """Return which trained tokens a loss selects of the rows of an optimizer step, by row.
+
+    Args:
+        rows: All rows of the step, whose tokens are compared with each other.
+        old: The old policy's log-probabilities of their trained tokens, by row.
+        select: How the loss selects.
+        seed: Decides what is drawn at random.
+    """
+    trained = [row for row in rows if row.sample.trained_tokens]
+    if not trained:
+        return {}
+    advantages = []
+    for row in trained:
+        mask = row.sample.loss_mask
+        advantages.append(np.broadcast_to(np.asarray(row.advantage, np.float32), mask.shape)[mask])
+    logprobs = torch.cat([old[_key(row)] for row in trained])
+    selected: Tensor = select(logprobs, torch.from_numpy(np.concatenate(advantages)), seed=seed)
+    parts = torch.split(selected, [row.sample.trained_tokens for row in trained])
+    return {_key(row): part for row, part in zip(trained, parts, strict=True)}
+
+
+def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[TrainRow]]:
+    """Split the rows of a step into ``count`` parts for as many optimizer steps.
+
+    Rows of one trajectory stay together. Trajectories are shuffled by ``seed`` and dealt out one after the other;
+    with ``count`` 1 the rows come back in their order.
+
+    Args:
+        rows: The rows of a step.
+        count: How many parts; never more than there are trajectories.
+        seed: Decides which trajectories meet.
+
+    Returns:
+        The parts, none of them empty unless ``rows`` is.
+
+    Raises:
+        TrainError: ``count`` is below 1.
+    """
+    if count < 1:
+        raise TrainError(f"minibatches is {count}; it must be at least 1")
+    if count == 1:
+        return [list(rows)]
+    by_trajectory: dict[str, list[TrainRow]] = {}
+    for row in rows:
+        by_trajectory.setdefault(row.sample.trajectory_id, []).append(row)
+    names = list(by_trajectory)
+    np.random.default_rng(seed).shuffle(names)
+    parts: list[list[TrainRow]] = [[] for _ in range(min(count, len(names)))]
+    for number, name in enumerate(names):
+        parts[number % len(parts)].extend(by_trajectory[name])
+    return parts
+
+
+class Scorer(Protocol):
+    """Who has weights: a learner, or a reference."""
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+
+
+def recompute_logprobs(learner: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
+    """Return the log-probabilities of each row's trained tokens under the weights as they are now, by row."""
+    batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
+    found: dict[RowKey, Tensor] = {}
+    for micro, scores in zip(batches, learner.logprobs(batches), strict=True):
+        start = 0
+        for index in micro.rows:
+            end = start + rows[index].sample.trained_tokens
+            found[_key(rows[index])] = scores[start:end].cpu()
+            start = end
+    return found
+
+
+def _key(row: TrainRow) -> RowKey:
+    return row.sample.trajectory_id, row.sample.leaf

@@ -1,0 +1,390 @@
+"""Causal attention over packed segments, for any Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from turnwise.errors import TrainError
+from turnwise.trainer.model.layout import Bucket, OwnBucket, PackedLayout
+
+# Side of the blocks that are skipped, or computed without a mask, as a whole.
+_BLOCK = 128
+
+
+def flex_tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend to one's own segment up to oneself, and to its ancestors.
+
+    Args:
+        query: Shape [1, H, T, D].
+        key: Shape [1, K, T, D], H a multiple of K.
+        value: Shape [1, K, T, V].
+        layout: The segments.
+        scaling: Factor of the scores; None is ``D ** -0.5``.
+        window: A token sees this many tokens of its path, itself included; None is all before it.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        sinks: Shape [H], a score per head that takes part in the softmax and has no value.
+
+    Returns:
+        Shape [1, T, H, V].
+    """
+    attend: Any = _compiled() if query.device.type == "cuda" else flex_attention
+    found: Any = attend(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=block_mask(layout, window),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=None if sinks is None else AuxRequest(lse=True),
+    )
+    if sinks is None:
+        plain: Tensor = found.transpose(1, 2)
+        return plain
+    out, aux = found
+    # A sink multiplies the denominator by 1 + exp(sink - lse).
+    kept = torch.sigmoid(aux.lse - sinks.float()[None, :, None])
+    kept_out: Tensor = (out * kept[..., None].to(out.dtype)).transpose(1, 2)
+    return kept_out
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """FlexAttention is a fused kernel only when it is compiled; lengths differ from call to call."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def block_mask(layout: PackedLayout, window: int | None) -> BlockMask:
+    """Return which blocks of queries see which blocks of keys, made from intervals, [T / block] squared.
+
+    Args:
+        layout: The segments.
+        window: See :func:`flex_tree_attention`.
+    """
+    made = layout.block_masks
+    if window not in made:
+        made[window] = _block_mask(layout, window)
+    mask: BlockMask = made[window]
+    return mask
+
+
+def _block_mask(layout: PackedLayout, window: int | None) -> BlockMask:
+    tokens, until, positions = layout.tokens, layout.until, layout.positions
+    device = until.device
+
+    def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        del batch, head
+        mine = (kv <= q) & (q < until[kv])
+        return mine if window is None else mine & (positions[q] - positions[kv] < window)
+
+    count = -(-tokens // _BLOCK)
+    first = torch.arange(count, device=device) * _BLOCK
+    last = (first + _BLOCK).clamp(max=tokens) - 1
+    padded = torch.nn.functional.pad(until, (0, count * _BLOCK - tokens), value=int(until[-1])).view(count, _BLOCK)
+    most, least = padded.amax(1), padded.amin(1)
+    # [query block, key block]. A block that is counted as partly seen and is not costs time and changes nothing.
+    some = (first[None, :] <= last[:, None]) & (first[:, None] < most[None, :])
+    whole = (last[None, :] < first[:, None]) & (last[:, None] < least[None, :])
+    if window is not None:
+        whole = torch.zeros_like(whole)
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~whole), *_ordered(whole), BLOCK_SIZE=_BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens)
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many key blocks each query block has, and their numbers first: [1, 1, n] and [1, 1, n, n]."""
+    counts = blocks.sum(1, dtype=torch.int32)
+    indices = torch.sort(blocks.int(), dim=1, descending=True, stable=True).indices.to(torch.int32)
+    return counts[None, None], indices[None, None]
+
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+# In place of a denominator's logarithm where a query is padding: its weights, and so its gradients, become 0.
+_NO_WEIGHT = 1e30
+
+
+def shared_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
+    """Attend to one's own segment up to oneself, and to its ancestors.
+
+    Args:
+        query: Shape [1, H, T, D].
+        key: Shape [1, K, T, D], H a multiple of K.
+        value: Shape [1, K, T, D].
+        layout: The segments.
+        scaling: Factor of the scores; None is ``D ** -0.5``.
+
+    Returns:
+        Shape [1, T, H, D].
+    """
+    return _apply(query, key, value, layout, scaling)
+
+
+class _SharedAttention(torch.autograd.Function):
+    """Softmax over several blocks of keys.
+
+    With the denominator over all blocks, weights and gradients of each block are those of plain attention restricted to
+    it: dS = P * (dP - sum(dO * O)) needs O and the denominator as a whole and nothing else of the other blocks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
+        tokens, heads = q.shape[2], q.shape[1]
+        shared = layout.shared
+        out = q.new_empty((1, tokens, heads, q.shape[3]))
+        # As the kernel returns and expects it: heads are the innermost dimension.
+        lse = q.new_empty((1, tokens, heads), dtype=torch.float32)
+        for bucket in layout.own_buckets:
+            part, denominator = _forward(*(_dense(x, bucket) for x in (q, k, v)), 0.0, True, scale=scale)
+            _put(out, part.transpose(1, 2), bucket)
+            _put(lse, denominator.transpose(1, 2), bucket)
+        if shared and out.dtype != torch.float32:
+            # Parts are added up in float32.
+            out = out.float()
+        for start, end, last in shared:
+            part, denominator = _forward(q[:, :, end:last], k[:, :, start:end], v[:, :, start:end], scale=scale)
+            _merge(out[:, end:last], lse[:, end:last], part.transpose(1, 2), denominator.transpose(1, 2))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        layout, scale = ctx.layout, ctx.scale
+        given, out, lse = (x.transpose(1, 2) for x in (grad, out, lse))
+        # Laid out with heads inside, as queries, keys and values are made.
+        grads = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
+        for bucket in layout.own_buckets:
+            dense = [_dense(x, bucket) for x in (given, q, k, v, out, lse)]
+            if bucket.pads.numel():
+                _flat(dense[0]).index_fill_(0, bucket.pads, 0.0)
+                _flat(dense[5]).index_fill_(0, bucket.pads, _NO_WEIGHT)
+            for total, part in zip(grads, _backward(*dense, 0.0, True, scale=scale), strict=True):
+                _put(total.transpose(1, 2), part.transpose(1, 2), bucket)
+        for start, end, last in layout.shared:
+            below, above = slice(end, last), slice(start, end)
+            parts = _backward(
+                given[:, :, below], q[:, :, below], k[:, :, above], v[:, :, above], out[:, :, below], lse[:, :, below],
+                0.0, False, scale=scale,
+            )  # fmt: skip
+            for total, part, where in zip(grads, parts, (below, above, above), strict=True):
+                total[:, :, where] += part
+        return grads[0], grads[1], grads[2], None, None
+
+
+_apply: Callable[..., Tensor] = _SharedAttention.apply
+
+
+def _flat(dense: Tensor) -> Tensor:
+    """Return [n, H, L, ...] as a view [n * L, H, ...]; it was made by :func:`_dense`."""
+    return dense.transpose(1, 2).flatten(0, 1)
+
+
+def _dense(values: Tensor, bucket: OwnBucket) -> Tensor:
+    """[1, H, T, ...] to [n, H, L, ...]; of one segment a view."""
+    count, length = bucket.shape
+    if bucket.start >= 0:
+        return values[:, :, bucket.start : bucket.start + length]
+    packed = values[0].transpose(0, 1)
+    return packed.index_select(0, bucket.gather).view(count, length, *packed.shape[1:]).transpose(1, 2)
+
+
+def _put(packed: Tensor, dense: Tensor, bucket: OwnBucket) -> None:
+    """Write [n, L, H, ...] where it belongs in [1, T, H, ...]; padding is left out."""
+    if bucket.start >= 0:
+        packed[:, bucket.start : bucket.start + bucket.shape[1]] = dense
+        return
+    flat = dense.flatten(0, 1)
+    packed[0].index_copy_(0, bucket.packed, flat if bucket.valid is None else flat.index_select(0, bucket.valid))
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, denominator: Tensor) -> None:
+    """Add a block's attention, in place: out [1, t, H, D] and lse [1, t, H] then cover its keys, too."""
+    both = torch.logaddexp(lse, denominator)
+    out.mul_(torch.exp(lse - both)[..., None]).addcmul_(part.to(out.dtype), torch.exp(denominator - both)[..., None])
+    lse.copy_(both)
+
+
+ATTENTION = "turnwise_packed"
+"""The name under which :func:`packed_attention` is registered with ``transformers.AttentionInterface``."""
+
+LAYOUT_ARGUMENT = "turnwise_layout"
+"""The keyword argument of the forward that holds the :class:`PackedLayout`."""
+
+
+class _Collect(torch.autograd.Function):
+    """[P, ...] to [T, ...]. The gradient of padding is set to zero, which keeps it out of keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gather: Tensor, scatter: Tensor, pads: Tensor) -> Tensor:
+        ctx.save_for_backward(gather, pads)
+        return values.index_select(0, scatter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        gather, pads = ctx.saved_tensors
+        return grad.index_select(0, gather).index_fill_(0, pads, 0.0), None, None, None
+
+
+_collect: Callable[..., Tensor] = _Collect.apply
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each segment and to its ancestors, causally. The signature is the one that ``transformers`` calls.
+
+    Args:
+        module: The attention layer (not read).
+        query: Shape [1, H, T, D].
+        key: Shape [1, K, T, D], H a multiple of K.
+        value: Shape [1, K, T, V].
+        attention_mask: None: the layout says everything.
+        dropout: Not applied: rollout and training must compute the same function.
+        scaling: Factor of the scores; None is ``D ** -0.5``.
+        sliding_window: A token sees this many tokens of its path, itself included; None is all before it.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        s_aux: Shape [H], a score per head that takes part in the softmax and has no value (attention sinks).
+        **kwargs: Holds the layout.
+
+    Returns:
+        Shape [1, T, H, V], and None for the weights.
+
+    Raises:
+        TrainError: No layout arrived, a mask or position bias did, or the batch is not one packed row.
+    """
+    del module, dropout
+    layout = _layout_of(query, attention_mask, kwargs)
+    window = None if sliding_window is None or sliding_window >= layout.longest_path else sliding_window
+    if torch.is_autocast_enabled(query.device.type):
+        # What scaled_dot_product_attention would do; rotary embeddings leave queries and keys in float32.
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    plain = window is None and softcap is None and s_aux is None and value.shape[-1] == query.shape[-1]
+    if plain and query.device.type == "cpu":
+        return shared_attention(query, key, value, layout, scaling), None
+    if layout.is_tree and query.device.type == "cuda":
+        return flex_tree_attention(query, key, value, layout, scaling, window, softcap, s_aux), None
+    return _by_paths(query, key, value, layout, scaling, window, softcap, s_aux), None
+
+
+def _layout_of(query: Tensor, attention_mask: Tensor | None, given: Mapping[str, Any]) -> PackedLayout:
+    """Return the layout among the keyword arguments of an attention call, if nothing else says who sees whom."""
+    layout = given.get(LAYOUT_ARGUMENT)
+    if not isinstance(layout, PackedLayout):
+        raise TrainError(
+            "the layout of the packed segments did not reach the attention layer: this model does not hand keyword "
+            "arguments of its forward on to attention, so it cannot be trained packed"
+        )
+    if attention_mask is not None or given.get("position_bias") is not None:
+        raise TrainError("this model gives its attention a mask or position bias, which packed training cannot follow")
+    if query.shape[0] != 1:
+        raise TrainError(f"packed attention takes one packed row, not a batch of {query.shape[0]}")
+    return layout
+
+
+def _by_paths(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention by segments of similar shape, each over the keys of its whole path: computes everything, on any device.
+
+    The keys of a shared ancestor are copied to each of its segments; their gradients add up in the backward pass.
+    """
+    # [1, H, T, D] -> [T, H, D]: heads stay together, so that one gather moves whole tokens.
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    outputs = []
+    for bucket in layout.path_buckets:
+        bq = q.index_select(0, bucket.queries).view(*bucket.shape, *q.shape[1:]).transpose(1, 2)
+        count = bucket.shape[0]
+        bk, bv = (x.index_select(0, bucket.keys).view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+        mask = _path_mask(bucket, window)
+        if softcap is None and sinks is None:
+            grouped = bq.shape[1] != bk.shape[1]
+            out = F.scaled_dot_product_attention(
+                bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            )
+        else:
+            out = _explicit_attention(bq, bk, bv, mask, scaling, softcap, sinks)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    dense = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return _collect(dense, layout.dense_queries, layout.scatter, layout.pads)[None]
+
+
+def _path_mask(bucket: Bucket, window: int | None) -> Tensor | None:
+    """Return who sees whom, [n, 1, L, S]; None where that is plainly causal."""
+    if bucket.square and window is None:
+        return None
+    depth = torch.arange(bucket.keys.shape[0] // bucket.shape[0], device=bucket.keys.device)
+    # The key at index j of a path has position j, so padding behind a path is seen by padding only.
+    distance = bucket.depths.view(*bucket.shape)[:, :, None] - depth
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return seen[:, None]
+
+
+def _explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention written out, for what the fused kernels lack. Shapes as in ``scaled_dot_product_attention``."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    scores = scores.float().masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return weights.to(value.dtype) @ value

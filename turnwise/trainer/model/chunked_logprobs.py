@@ -1,0 +1,350 @@
+"""Log-probabilities and entropies of chosen ids from last hidden states, without ever holding all logits.
+
+The vocabulary is cut into tiles. Forward, each tile adds to a running maximum, sum and mean of the logits (the online
+softmax of arXiv:1805.02867, section 3, with the expectation that entropy needs beside it); kept are the hidden states,
+the ids and one normaliser per token. Backward, each tile's logits are computed again and become their own gradient, so
+the gradient of a part of the output matrix is one product over all tokens and is written once. What fits into one tile
+keeps its log-probabilities instead of computing them twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody reads
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+HELD_BYTES = 1 << 26
+"""Logits up to this size, in float32, are computed once and kept for the backward pass."""
+
+# Where they are larger: on a CPU the passes over a tile have to find it in the cache, elsewhere few calls are better.
+_TILE_BYTES = {"cpu": 1 << 22}
+_TILE_BYTES_ELSEWHERE = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What follows the output matrix: ``factor * softcap * tanh(logits / softcap) / divisor``; None leaves a part out.
+
+    Attributes:
+        softcap: ``final_logit_softcapping`` of a configuration.
+        divisor: ``logits_scaling``.
+        factor: ``logit_scale``.
+    """
+
+    softcap: float | None = None
+    divisor: float | None = None
+    factor: float | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Return what the configuration of a model asks for."""
+        return cls(config.get("final_logit_softcapping"), config.get("logits_scaling"), config.get("logit_scale"))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the transformed logits, of the same shape."""
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.factor is not None:
+            logits = logits * self.factor
+        return logits
+
+    def backward_(self, grad: Tensor, raw: Tensor) -> Tensor:
+        """Turn the gradient of the transformed logits into that of the raw ones, in place.
+
+        Args:
+            grad: Changed and returned.
+            raw: What :meth:`__call__` was given.
+        """
+        if self.factor is not None:
+            grad.mul_(self.factor)
+        if self.divisor is not None:
+            grad.div_(self.divisor)
+        if self.softcap is not None:
+            grad.mul_(1 - torch.tanh(raw.to(grad.dtype) / self.softcap).square_())
+        return grad
+
+
+def score_states(
+    head: nn.Module,
+    states: Tensor,
+    ids: Tensor,
+    temperatures: Tensor,
+    transform: LogitTransform,
+    *,
+    entropy: bool,
+    tile_bytes: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each id under the state that predicts it, and the entropy there.
+
+    With z the transformed logits divided by the temperature: ``logprob = z[id] - log(sum(exp(z)))`` and
+    ``entropy = log(sum(exp(z))) - sum(softmax(z) * z)``. Both can be differentiated, to the states and to whatever
+    parameter of the head requires a gradient; the passes that only an entropy's gradient needs are made only for one.
+    Under autocast, products are computed in its type and everything behind them in float32.
+
+    Args:
+        head: The output layer. A plain ``nn.Linear`` is computed in tiles of the vocabulary; anything else (an adapter
+            around it, one with hooks) is called as it is, for so many states at a time as a tile has room for.
+        states: Shape [N, hidden].
+        ids: int64 of shape [N].
+        temperatures: Shape [N], above 0, on any device; no gradient flows to them.
+        transform: What stands behind the head.
+        entropy: Whether entropies are returned.
+        tile_bytes: Most bytes of logits, in float32, that a tile has; the passes hold two to three of these. By default
+            all where that is little (:data:`HELD_BYTES`), else what suits the device.
+
+    Returns:
+        Two tensors of shape [N], in float32 (float64 where the states are); the second one None where not asked for.
+    """
+    divide = None if bool((temperatures == 1).all()) else temperatures.to(states.device)[:, None]
+    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        return _call_head(head, states, ids, divide, transform, entropy, tile_bytes or HELD_BYTES)
+    if tile_bytes is None:
+        all_bytes = 4 * states.shape[0] * head.out_features
+        tile_bytes = _TILE_BYTES.get(states.device.type, _TILE_BYTES_ELSEWHERE)
+        tile_bytes = HELD_BYTES if all_bytes <= HELD_BYTES else tile_bytes
+    columns = tile_columns(states.shape[0], head.out_features, tile_bytes)
+    logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, _Tiles(transform, entropy, columns))
+    return logprobs, entropies if entropy else None
+
+
+def tile_columns(tokens: int, vocabulary: int, tile_bytes: int) -> int:
+    """Return how many ids a tile of the vocabulary holds: tiles are equal in size, and no more of them than needed."""
+    most = max(1, tile_bytes // (4 * max(1, tokens)))
+    tiles = -(-vocabulary // most)
+    return -(-vocabulary // tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """How the vocabulary is gone through: what follows the matrix, whether entropy is wanted, ids per tile."""
+
+    transform: LogitTransform
+    entropy: bool
+    columns: int
+
+    def spans(self, vocabulary: int) -> list[tuple[int, int]]:
+        return [(start, min(start + self.columns, vocabulary)) for start in range(0, vocabulary, self.columns)]
+
+
+def _call_head(
+    head: nn.Module,
+    states: Tensor,
+    ids: Tensor,
+    divide: Tensor | None,
+    transform: LogitTransform,
+    entropy: bool,
+    tile_bytes: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Score by calling the head for some states at a time; where there are several parts, backward calls it again."""
+    # An adapter shows the matrix of what it stands around.
+    assert isinstance(head.weight, Tensor)
+    rows = max(1, tile_bytes // (4 * head.weight.shape[0]))
+
+    def part(states: Tensor, ids: Tensor, divide: Tensor | None) -> tuple[Tensor, Tensor]:
+        scaled = _scale(head(states), transform, divide)
+        logs = F.log_softmax(scaled, dim=-1)
+        return logs.gather(1, ids[:, None])[:, 0], -_dot(logs.exp(), logs) if entropy else logs.new_zeros(0)
+
+    if states.shape[0] <= rows:
+        found = [part(states, ids, divide)]
+    else:
+        found = []
+        for start in range(0, states.shape[0], rows):
+            own = slice(start, start + rows)
+            arguments = (states[own], ids[own], None if divide is None else divide[own])
+            again = torch.is_grad_enabled()
+            found.append(checkpoint(part, *arguments, use_reentrant=False) if again else part(*arguments))
+    return torch.cat([each[0] for each in found]), torch.cat([each[1] for each in found]) if entropy else None
+
+
+def _scale(raw: Tensor, transform: LogitTransform, divide: Tensor | None) -> Tensor:
+    scaled = transform(raw if raw.dtype == torch.float64 else raw.float())
+    return scaled if divide is None else scaled / divide
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    return (one * other).sum(-1)
+
+
+class _Scores(torch.autograd.Function):
+    """(states, weight, bias) to (log-probabilities, entropies).
+
+    Saved are the inputs and one normaliser and entropy per token; with a single tile its log-probabilities besides.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        divide: Tensor | None,
+        tiles: _Tiles,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        kind = states.device.type
+        ctx.tiles = tiles
+        ctx.compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+        with torch.autocast(kind, enabled=False):
+            matrix = _Matrix(states.to(ctx.compute), weight, bias, ctx.compute)
+            if tiles.columns >= weight.shape[0]:
+                raw = matrix.logits(0, weight.shape[0])
+                logs = F.log_softmax(_scale(raw, tiles.transform, divide), dim=-1)
+                logprobs = logs.gather(1, ids[:, None])[:, 0]
+                entropies = -_dot(logs.exp(), logs) if tiles.entropy else logprobs.new_zeros(0)
+                kept: tuple[Tensor | None, ...] = (None, logs, raw if tiles.transform.softcap is not None else None)
+            else:
+                logprobs, entropies, normalizer = _online(matrix, ids, divide, tiles)
+                kept = (normalizer, None, None)
+        ctx.save_for_backward(states, weight, bias, ids, divide, entropies, *kept)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, grad_entropy = grads
+        states, weight, bias, ids, divide, entropies, normalizer, logs, raw = ctx.saved_tensors
+        if grad is None and grad_entropy is None:
+            return (None,) * 6
+        tiles: _Tiles = ctx.tiles
+        with torch.autocast(states.device.type, enabled=False):
+            matrix = _Matrix(states.to(ctx.compute), weight, bias, ctx.compute)
+            sums = _GradientSums(matrix, ctx.needs_input_grad)
+            for start, end in tiles.spans(weight.shape[0]):
+                if normalizer is not None:
+                    raw = matrix.logits(start, end)
+                    # The result is new memory wherever the raw logits are needed once more.
+                    logs = _scale(raw, tiles.transform, divide).sub_(normalizer[:, None])
+                change = _logit_gradient(logs, ids - start, grad, grad_entropy, entropies, whole=normalizer is None)
+                if divide is not None:
+                    change.div_(divide)
+                sums.add(start, end, tiles.transform.backward_(change, raw))
+        return *sums.result(states.dtype), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """States and the output matrix, multiplied in type ``compute``, for a part of the vocabulary at a time."""
+
+    states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    compute: torch.dtype
+
+    def part(self, start: int, end: int) -> Tensor:
+        return self.weight[start:end].to(self.compute)
+
+    def logits(self, start: int, end: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[start:end].to(self.compute)
+        return F.linear(self.states, self.part(start, end), bias)
+
+
+def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (log-probabilities, entropies, normalisers), reading the vocabulary tile by tile.
+
+    Per token, over the logits z seen so far: their largest m, ``total = sum(exp(z - m))`` and
+    ``mean = sum(exp(z - m) * (z - m))``. A new maximum m + d turns them into ``total * exp(-d)`` and
+    ``exp(-d) * (mean - d * total)``. At the end ``log(sum(exp(z))) = m + log(total)`` and the entropy is
+    ``log(total) - mean / total``.
+    """
+    kind = torch.float64 if matrix.states.dtype == torch.float64 else torch.float32
+    chosen, total, mean = torch.zeros(3, len(ids), dtype=kind, device=ids.device).unbind()
+    # Not -inf: differences to it have to be numbers.
+    largest = torch.full_like(chosen, torch.finfo(kind).min)
+    for start, end in tiles.spans(matrix.weight.shape[0]):
+        scaled = _scale(matrix.logits(start, end), tiles.transform, divide)
+        local = ids - start
+        inside = (local >= 0) & (local < end - start)
+        chosen = torch.where(inside, scaled.gather(1, local.clamp(0, end - start - 1)[:, None])[:, 0], chosen)
+        top = torch.maximum(largest, scaled.amax(-1))
+        shifted = scaled.sub_(top[:, None])
+        powers = shifted.exp()
+        fall = largest - top
+        factor = fall.exp()
+        if tiles.entropy:
+            mean = factor * (mean + fall * total) + _dot(powers, shifted)
+        largest, total = top, factor * total + powers.sum(-1)
+    logarithm = total.log()
+    normalizer = largest + logarithm
+    entropies = logarithm - mean / total if tiles.entropy else chosen.new_zeros(0)
+    return chosen - normalizer, entropies, normalizer
+
+
+def _logit_gradient(
+    logs: Tensor, local: Tensor, grad: Tensor | None, grad_entropy: Tensor | None, entropies: Tensor, *, whole: bool
+) -> Tensor:
+    """Return the gradient of the scaled logits of a tile, new memory.
+
+    With p the probabilities, H the entropy and e the indicator of the chosen id: ``grad * (e - p) - grad_entropy * p *
+    (log p + H)``.
+
+    Args:
+        logs: log p, shape [N, columns].
+        local: The chosen ids counted from the tile's first; those outside of it have no e.
+        grad: Of the log-probabilities, shape [N], or None for 0.
+        grad_entropy: Of the entropies, likewise.
+        entropies: H, shape [N].
+        whole: Whether the tile is the whole vocabulary: torch's own kernel then does it in one pass.
+    """
+    if grad_entropy is None and whole and grad is not None:
+        chosen = torch.zeros_like(logs).scatter_(1, local[:, None], grad[:, None])
+        fused: Tensor = torch.ops.aten._log_softmax_backward_data(chosen, logs, 1, logs.dtype)
+        return fused
+    change = logs.exp()
+    if grad_entropy is not None:
+        slope = (logs + entropies[:, None]).mul_(-grad_entropy[:, None])
+        change.mul_(slope if grad is None else slope.sub_(grad[:, None]))
+    elif grad is not None:
+        change.mul_(-grad[:, None])
+    if grad is not None:
+        inside = (local >= 0) & (local < logs.shape[1])
+        change.scatter_add_(1, local.clamp(0, logs.shape[1] - 1)[:, None], torch.where(inside, grad, 0)[:, None])
+    return change
+
+
+class _GradientSums:
+    """Gradients of states, weight and bias, summed in float32 over tiles; only those that somebody wants."""
+
+    def __init__(self, matrix: _Matrix, wanted: Sequence[bool]) -> None:
+        def room(like: Tensor | None, want: bool) -> Tensor | None:
+            # Every element of weight and bias is in one tile, so nothing has to be cleared first.
+            return torch.empty_like(like) if want and like is not None else None
+
+        self._matrix = matrix
+        self._want_states = wanted[0]
+        self._states: Tensor | None = None
+        self._weight, self._bias = room(matrix.weight, wanted[1]), room(matrix.bias, wanted[2])
+
+    def add(self, start: int, end: int, change: Tensor) -> None:
+        """Add what a tile contributes, given the gradient of its logits."""
+        low = change.to(self._matrix.compute)
+        if self._want_states:
+            part = self._matrix.part(start, end)
+            if self._states is None:
+                self._states = (low @ part).to(change.dtype)
+            elif low.dtype == change.dtype:
+                self._states.addmm_(low, part)
+            else:
+                self._states.add_(low @ part)
+        if self._weight is not None:
+            target = self._weight[start:end]
+            if target.dtype == low.dtype:
+                torch.mm(low.T, self._matrix.states, out=target)
+            else:
+                target.copy_(low.T @ self._matrix.states)
+        if self._bias is not None:
+            self._bias[start:end] = change.sum(0)
+
+    def result(self, kind: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of states, weight and bias; None where nobody wants one."""
+        return None if self._states is None else self._states.to(kind), self._weight, self._bias
+
+
+_scores: Callable[..., tuple[Tensor, Tensor]] = _Scores.apply

@@ -1,0 +1,341 @@
+"""The critic: what is to be expected from the state before a sampled token on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.chat.model_dir import check_words
+from turnwise.errors import CheckpointError, TrainError
+from turnwise.trainer.algorithms.losses import LossSums, value_loss
+from turnwise.trainer.algorithms.objectives import Objective
+from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.config.train import CriticConfig, PolicyConfig
+from turnwise.trainer.learn.learner import Learner, Stats, StepResult
+from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
+from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
+from turnwise.trainer.model.policy import Policy, TokenScores, load_model, load_weights
+from turnwise.types import StopReason
+
+KEY = "policies.main.critic.path"
+HEAD_FILE = "critic.pt"
+DEFAULT_COEF = 0.5
+VALUE_SUMS = ("critic/loss", "critic/clip_fraction")
+
+# So many updates in a row without a finite gradient do not heal by themselves.
+_MOST_BAD_STEPS = 10
+
+_log = logging.getLogger(__name__)
+
+
+class ValueHead(nn.Module):
+    """States of shape [N, hidden] to values of shape [N], in float32. It starts at zero: nothing is expected yet."""
+
+    def __init__(self, hidden: int) -> None:
+        """Make a head for a model with hidden states of this size."""
+        super().__init__()
+        # Not drawn before it is set to zero: nothing random in a run may depend on whether it has a critic.
+        self.linear: nn.Linear = nn.utils.skip_init(nn.Linear, hidden, 1)  # type: ignore[no-untyped-call]
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the values."""
+        values: Tensor = self.linear(states.float())[:, 0]
+        return values
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return what an optimizer treats as the output matrix of a model."""
+        return self.linear
+
+
+class _Whole(nn.Module):
+    """A model and its head, for one optimizer. What makes logits is no part of it."""
+
+    def __init__(self, model: Any, head: ValueHead) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        output = model.get_output_embeddings()
+        if output.weight is not model.get_input_embeddings().weight:
+            output.requires_grad_(False)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head.linear
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """The loss of a critic, alone or added to that of the policy.
+
+    Attributes:
+        clip: How far a value may move with profit.
+        rate: Trained tokens for each token before which the critic is asked. Asked once per turn, that token stands
+            for as many as a turn has on average, and sums over it become means over what is asked.
+        coef: Weight beside the policy's loss.
+        policy: The objective of the policy that it is added to.
+    """
+
+    clip: float | None
+    rate: float = 1.0
+    coef: float = 1.0
+    policy: Objective | None = None
+
+    @property
+    def entropy(self) -> bool:
+        """Where the objective of the policy reads it."""
+        return self.policy is not None and self.policy.entropy
+
+    def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
+        """Return the summed loss of a micro-batch.
+
+        Raises:
+            TrainError: The model has no value head, or the rows have no returns.
+        """
+        if scores.values is None or batch.returns is None or batch.old_values is None:
+            raise TrainError("a critic learns from the values and returns of a micro-batch, and this one has none")
+        device = scores.values.device
+        asked = ~batch.returns.isnan()
+        returns, old, weights = (each[asked].to(device) for each in (batch.returns, batch.old_values, batch.weights))
+        found = value_loss(scores.values[asked.to(device)], returns, weights, old_values=old, clip=self.clip)
+        sums = {name: value * self.rate for name, value in found.sums.items()}
+        loss = found.loss * (self.rate * self.coef)
+        if self.policy is None:
+            return LossSums(loss, sums)
+        result = self.policy(batch, scores)
+        return LossSums(result.loss + loss, result.sums | sums, result.maxima)
+
+
+class Critic:
+    """A value head on a model: one of its own, or the policy's.
+
+    Attributes:
+        policy: The model under the head.
+        head: The head.
+        shared: Whether the model is the policy's, whose passes then train the head too.
+        steps: Optimizer steps taken so far, skipped ones included.
+        total_steps: Those of the whole run, for the schedule, as far as they are known.
+    """
+
+    def __init__(self, policy: Policy, config: CriticConfig, total_steps: int) -> None:
+        """Put a head on a model.
+
+        Args:
+            policy: The model; the policy's own where the critic is a shared one.
+            config: Kind, optimizer and schedule.
+            total_steps: Optimizer steps of the whole run, for the schedule.
+        """
+        self.policy = policy
+        self.shared = config.kind == "shared"
+        self.head = ValueHead(policy.model.get_output_embeddings().weight.shape[1]).to(policy.device)
+        self.steps = 0
+        self._config = config
+        self.total_steps = total_steps
+        self._bad_steps = 0
+        self._updates: list[tuple[Stats, float]] = []
+        trained: nn.Module = self.head if self.shared else _Whole(policy.model, self.head)
+        self._parameters = [each for each in trained.parameters() if each.requires_grad]
+        self._optimizers = OptimizerSet(trained, config.optim)
+        if self.shared:
+            policy.value_head = self.head
+
+    @classmethod
+    def create(
+        cls, config: PolicyConfig, learner: Learner, total_steps: int, *, directory: Path | None = None
+    ) -> Self | None:
+        """Make the critic that a policy's configuration names, or None where it names none.
+
+        Args:
+            config: The policy's.
+            learner: The policy's.
+            total_steps: Optimizer steps of the critic in the whole run.
+            directory: A saved critic to go on with.
+
+        Raises:
+            ConfigError: It would start from a model with another tokenizer.
+            TrainError: Its model cannot be loaded or trained, or the policy's cannot be shared.
+            CheckpointError: What was saved cannot be read.
+        """
+        critic = config.critic
+        if critic is None:
+            return None
+        if critic.kind == "shared":
+            if not isinstance(learner, TorchLearner):
+                raise TrainError(
+                    "policies.main.critic.kind is shared, which puts a head on the model of the engine torch: choose "
+                    "own, or that engine"
+                )
+            made = cls(learner.policy, critic, total_steps)
+        else:
+            model = config.model
+            path = directory or critic.path or model.path
+            check_words(path, model.path, KEY)
+            policy = load_model(
+                path,
+                device=pick_device(model.device),
+                compute_dtype=model.compute_dtype,
+                gradient_checkpointing=model.gradient_checkpointing,
+            )
+            made = cls(policy, critic, total_steps)
+            if directory is None and (path / HEAD_FILE).is_file():
+                made.head.load_state_dict(read_head(path)["head"])
+        if directory is not None:
+            made.load(directory)
+        return made
+
+    @property
+    def bootstrap(self) -> tuple[StopReason, ...]:
+        """The stop reasons after which something was still to come."""
+        return self._config.bootstrap
+
+    def learns_alone(self, step: int) -> bool:
+        """Whether the policy stays as it is in a train step (from 1), for the critic to learn first."""
+        return step <= self._config.warmup_steps
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return what is expected before each trained token, one [N] tensor per micro-batch, without gradients."""
+        with torch.no_grad():
+            return [self.head(self.policy.states(batch)) for batch in batches]
+
+    def update(
+        self,
+        learner: Learner,
+        batches: Sequence[MicroBatch],
+        objective: Objective,
+        normalizer: float,
+        *,
+        alone: bool,
+        changing: Callable[[], object] = lambda: None,
+    ) -> tuple[Stats, StepResult] | None:
+        """Make one optimizer step of the critic, and of the policy with it.
+
+        Args:
+            learner: The policy's.
+            batches: The micro-batches of the step, with old values and returns.
+            objective: The policy's.
+            normalizer: What sums are divided by.
+            alone: Whether the policy stays as it is.
+            changing: Called when the gradients are there, before any weights change.
+
+        Returns:
+            What the policy's step found and did, or None where it stays as it is.
+
+        Raises:
+            TrainError: Too many updates in a row had no finite gradient.
+        """
+        tokens = sum(batch.trained_tokens for batch in batches)
+        asked = sum(int((~batch.returns.isnan()).sum()) for batch in batches if batch.returns is not None)
+        own = ValueObjective(self._config.value_clip, tokens / max(1, asked))
+        done: tuple[Stats, StepResult] | None = None
+        if alone or not self.shared:
+            stats = self._forward_backward(batches, own, normalizer)
+        if not alone:
+            coef = DEFAULT_COEF if self._config.coef is None else self._config.coef
+            joined = replace(own, coef=coef, policy=objective) if self.shared else objective
+            found = learner.forward_backward(batches, joined, normalizer)
+            if self.shared:
+                stats = Stats(tokens=tokens, means={name: found.means.pop(name, 0.0) for name in VALUE_SUMS})
+            changing()
+            done = found, learner.optim_step()
+        changing()
+        self._updates.append((stats, self._optim_step()))
+        return done
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the updates since the last call found, means weighted by tokens, and forget it."""
+        tokens = sum(stats.tokens for stats, _ in self._updates) or 1
+        found = {
+            name: sum(stats.means.get(name, 0.0) * stats.tokens for stats, _ in self._updates) / tokens
+            for name in VALUE_SUMS
+        }
+        norms = [norm for _, norm in self._updates if math.isfinite(norm)]
+        factor = schedule_factor(max(0, self.steps - 1), self.total_steps, self._config.schedule)
+        found["critic/grad_norm"] = sum(norms) / max(1, len(norms))
+        found["critic/lr"] = self._config.optim.lr * factor
+        self._updates = []
+        return found
+
+    def save(self, directory: Path) -> None:
+        """Write head and optimizer state, and the model where it is the critic's own."""
+        directory.mkdir(parents=True, exist_ok=True)
+        if not self.shared:
+            self.policy.save_hf(directory)
+        state = {
+            "head": self.head.state_dict(),
+            "optimizer": self._optimizers.state_dict(),
+            "steps": self.steps,
+            "bad_steps": self._bad_steps,
+        }
+        torch.save(state, directory / HEAD_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Restore what :meth:`save` wrote, bit for bit.
+
+        Raises:
+            CheckpointError: A file is missing or cannot be read, or belongs to another model or optimizer.
+        """
+        state = read_head(directory)
+        if not self.shared:
+            load_weights(self.policy, directory)
+        self.head.load_state_dict(state["head"])
+        self._optimizers.load_state_dict(state["optimizer"])
+        self.steps = int(state["steps"])
+        self._bad_steps = int(state["bad_steps"])
+
+    def _forward_backward(self, batches: Sequence[MicroBatch], objective: ValueObjective, normalizer: float) -> Stats:
+        """Add the critic's gradient; the layers of a shared model get none."""
+        sums = dict.fromkeys(VALUE_SUMS, 0.0)
+        for batch in batches:
+            with torch.set_grad_enabled(not self.shared):
+                states = self.policy.states(batch)
+            found = objective(batch, TokenScores(states.new_zeros(0), values=self.head(states)))
+            (found.loss / normalizer).backward()  # type: ignore[no-untyped-call]
+            for name, value in found.sums.items():
+                sums[name] += float(value)
+        tokens = sum(batch.trained_tokens for batch in batches)
+        return Stats(tokens=tokens, means={name: value / max(1, tokens) for name, value in sums.items()})
+
+    def _optim_step(self) -> float:
+        """Clip, update and forget the gradients of what is the critic's own; return their norm before clipping."""
+        factor = schedule_factor(self.steps, self.total_steps, self._config.schedule)
+        self.steps += 1
+        limit = self._config.optim.max_grad_norm
+        found = [each for each in self._parameters if each.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(found, math.inf if limit is None else limit))
+        if math.isfinite(norm):
+            self._bad_steps = 0
+            self._optimizers.step(factor)
+            return norm
+        self._optimizers.zero_grad()
+        self._bad_steps += 1
+        _log.error("step %d of the critic left out: the gradient norm is %s", self.steps, norm)
+        if self._bad_steps >= _MOST_BAD_STEPS:
+            raise TrainError(
+                f"{self._bad_steps} steps of the critic in a row had no finite gradient (last norm: {norm}); lower "
+                "policies.main.critic.optim.lr, or resume from an earlier checkpoint"
+            )
+        return norm
+
+
+def read_head(directory: Path) -> dict[str, Any]:
+    """Return what a saved critic holds beside its model.
+
+    Raises:
+        CheckpointError: The file is missing or cannot be read.
+    """
+    file = directory / HEAD_FILE
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {directory} lacks {HEAD_FILE}")
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return state

@@ -1,0 +1,264 @@
+"""How packed segments are spread over dense tensors, for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from turnwise.errors import TrainError
+
+# Shorter segments join a bucket down to this share of its longest: less wastes calls, more wastes padding.
+_BUCKET_RATIO = 0.75
+
+# Own tokens of a segment from this length on are read where they stand: a call of its own costs less than copying them
+# and computing padding.
+_LONG_ALONE = 96
+
+Segments = Sequence[tuple[int, int, int]]
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """n segments of similar shape, as dense [n, L] queries and [n, S] keys; shorter ones are padded behind.
+
+    Attributes:
+        shape: (n, L).
+        queries: int64 of shape [n * L]: the packed positions of the queries (of the first one, where it is padding).
+        keys: int64 of shape [n * S]: those of the segments' paths, from the root on (of the first one for padding).
+        depths: int64 of shape [n * L]: positions of the queries within their paths.
+        square: Whether no segment has an ancestor; queries and keys are then the same.
+    """
+
+    shape: tuple[int, int]
+    queries: Tensor
+    keys: Tensor
+    depths: Tensor
+    square: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OwnBucket:
+    """n segments of similar length: their own tokens, as dense [n, L].
+
+    Attributes:
+        shape: (n, L).
+        start: Where the one segment starts; -1 where there are several.
+        gather: int64 of shape [n * L]: packed positions (of the first token, where it is padding).
+        valid: int64: the dense positions that are no padding, and ``None`` where all are.
+        pads: int64: the dense positions that are padding.
+        packed: int64: the packed positions of the valid ones.
+    """
+
+    shape: tuple[int, int]
+    start: int
+    gather: Tensor
+    valid: Tensor | None
+    pads: Tensor
+    packed: Tensor
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The segments of a packed row as a forest, in the order of a walk: an ancestor right before its descendants.
+
+    Attributes:
+        segments: (start, length, parent) of each; they cover [0, T) in order.
+        device: Where the tensors of the layout live.
+        ends: For each segment the end of its last descendant: its descendants' tokens are those from its own end to
+            there.
+        depths: How many tokens stand before each segment on its path.
+        block_masks: What ``flex_attention.py`` made of it, by window: all layers of a pass share them.
+    """
+
+    segments: tuple[tuple[int, int, int], ...]
+    device: torch.device
+    ends: tuple[int, ...] = field(repr=False)
+    depths: tuple[int, ...] = field(repr=False)
+    block_masks: dict[int | None, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, segments: Segments, device: torch.device) -> PackedLayout:
+        """Make the layout of (start, length, parent) segments.
+
+        Raises:
+            TrainError: They do not cover the row in order, or a segment does not follow its parent's descendants.
+        """
+        ends = [start + length for start, length, _ in segments]
+        depths: list[int] = []
+        open_path: list[int] = []
+        place = 0
+        for number, (start, length, parent) in enumerate(segments):
+            if start != place or length < 1:
+                raise TrainError(f"segment {number} starts at {start} with {length} tokens; expected is {place}")
+            while open_path and open_path[-1] != parent:
+                open_path.pop()
+            if parent != -1 and not open_path:
+                raise TrainError(
+                    f"segment {number} has parent {parent}, which is not the segment before it or an ancestor of that: "
+                    "the segments of a tree stand in the order of a walk through it"
+                )
+            depths.append(0 if parent == -1 else depths[parent] + segments[parent][1])
+            open_path.append(number)
+            place += length
+        for number in range(len(segments) - 1, -1, -1):
+            parent = segments[number][2]
+            if parent != -1:
+                ends[parent] = max(ends[parent], ends[number])
+        return cls(tuple(segments), device, tuple(ends), tuple(depths))
+
+    @property
+    def tokens(self) -> int:
+        """T, how many tokens there are."""
+        start, length, _ = self.segments[-1]
+        return start + length
+
+    @cached_property
+    def is_tree(self) -> bool:
+        """Whether any segment has a parent."""
+        return any(parent != -1 for _, _, parent in self.segments)
+
+    @cached_property
+    def longest_path(self) -> int:
+        """Most tokens from a root to a token, itself included."""
+        return max(depth + length for depth, (_, length, _) in zip(self.depths, self.segments, strict=True))
+
+    @cached_property
+    def shared(self) -> tuple[tuple[int, int, int], ...]:
+        """(start, end, last) of each segment with descendants, whose tokens are those from ``end`` to ``last``."""
+        found = []
+        for (start, length, _), last in zip(self.segments, self.ends, strict=True):
+            if last > start + length:
+                found.append((start, start + length, last))
+        return tuple(found)
+
+    @cached_property
+    def until(self) -> Tensor:
+        """int64 of shape [T]: a token is seen by itself and the later ones before here (no other one)."""
+        lengths = [length for _, length, _ in self.segments]
+        return torch.from_numpy(np.repeat(np.asarray(self.ends, np.int64), lengths)).to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 of shape [T]: how many tokens stand before each on its path."""
+        parts = [np.arange(d, d + n) for d, (_, n, _) in zip(self.depths, self.segments, strict=True)]
+        return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+    @cached_property
+    def own_buckets(self) -> tuple[OwnBucket, ...]:
+        """The segments by length, each over its own tokens."""
+        starts = np.asarray([start for start, _, _ in self.segments])
+        lengths = np.asarray([length for _, length, _ in self.segments])
+        buckets = []
+        for members in _alone_if_long(_similar([(length, 0) for length in lengths.tolist()]), lengths):
+            longest = int(lengths[members].max())
+            offsets = np.arange(longest)[None, :]
+            valid = (offsets < lengths[members][:, None]).ravel()
+            gather = np.where(offsets < lengths[members][:, None], starts[members][:, None] + offsets, 0)
+            gather = np.where(offsets < lengths[members][:, None], gather, starts[members][:, None]).ravel()
+            dense = np.flatnonzero(valid)
+            buckets.append(
+                OwnBucket(
+                    shape=(len(members), longest),
+                    start=int(starts[members[0]]) if len(members) == 1 else -1,
+                    gather=self._tensor(gather),
+                    valid=None if valid.all() else self._tensor(dense),
+                    pads=self._tensor(np.flatnonzero(~valid)),
+                    packed=self._tensor(gather[dense]),
+                )
+            )
+        return tuple(buckets)
+
+    @cached_property
+    def path_buckets(self) -> tuple[Bucket, ...]:
+        """The segments by shape, each over its whole path."""
+        shapes = [(length, depth) for depth, (_, length, _) in zip(self.depths, self.segments, strict=True)]
+        buckets = []
+        for members in _similar(shapes):
+            longest = max(shapes[n][0] for n in members)
+            reach = max(sum(shapes[n]) for n in members)
+            queries = np.stack([_padded(self._own(n), longest) for n in members])
+            keys = np.stack([_padded(self._path(n), reach) for n in members])
+            depths = np.stack([_padded(np.arange(shapes[n][1], sum(shapes[n])), longest) for n in members])
+            square = all(shapes[n][1] == 0 for n in members)
+            tensors = [self._tensor(each.ravel()) for each in (queries, keys, depths)]
+            buckets.append(Bucket((len(members), longest), tensors[0], tensors[1], tensors[2], square))
+        return tuple(buckets)
+
+    @cached_property
+    def dense_queries(self) -> Tensor:
+        """int64 of shape [P]: packed position of each dense query of all ``path_buckets``, one after the other."""
+        return torch.cat([bucket.queries for bucket in self.path_buckets])
+
+    @cached_property
+    def _valid(self) -> Tensor:
+        shapes = [(length, depth) for depth, (_, length, _) in zip(self.depths, self.segments, strict=True)]
+        parts = []
+        for members in _similar(shapes):
+            lengths = np.asarray([shapes[n][0] for n in members])
+            parts.append((np.arange(lengths.max())[None, :] < lengths[:, None]).ravel())
+        return self._tensor(np.concatenate(parts))
+
+    @cached_property
+    def pads(self) -> Tensor:
+        """int64: the dense positions of ``path_buckets`` that are padding."""
+        return torch.nonzero(~self._valid).flatten()
+
+    @cached_property
+    def scatter(self) -> Tensor:
+        """int64 of shape [T]: for each packed position its dense position in ``path_buckets``."""
+        dense = torch.nonzero(self._valid).flatten()
+        places = torch.empty(self.tokens, dtype=torch.int64, device=self.device)
+        places[self.dense_queries[dense]] = dense
+        return places
+
+    def _own(self, number: int) -> _Ints:
+        start, length, _ = self.segments[number]
+        return np.arange(start, start + length)
+
+    def _path(self, number: int) -> _Ints:
+        parts = []
+        while number != -1:
+            parts.append(self._own(number))
+            number = self.segments[number][2]
+        return np.concatenate(parts[::-1])
+
+    def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+def _padded(values: _Ints, length: int) -> _Ints:
+    return np.concatenate([values, np.full(length - len(values), values[0])])
+
+
+def _similar(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Group (length, tokens before) so that padding stays small; none joins those without ancestors to the others."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(shapes)), key=lambda n: (shapes[n][1] > 0, -shapes[n][0], -shapes[n][1])):
+        length, before = shapes[number]
+        if groups:
+            longest, first = shapes[groups[-1][0]]
+            alike = length >= _BUCKET_RATIO * longest and (before > 0) == (first > 0)
+            reach = max(sum(shapes[n]) for n in groups[-1]) if before or first else longest
+            if alike and length + before >= _BUCKET_RATIO * reach >= _BUCKET_RATIO**2 * (length + before):
+                groups[-1].append(number)
+                continue
+        groups.append([number])
+    return groups
+
+
+def _alone_if_long(groups: Sequence[list[int]], lengths: _Ints) -> list[list[int]]:
+    """Take the long segments out of their groups."""
+    found: list[list[int]] = []
+    for members in groups:
+        found += [[number] for number in members if lengths[number] >= _LONG_ALONE]
+        if short := [number for number in members if lengths[number] < _LONG_ALONE]:
+            found.append(short)
+    return found

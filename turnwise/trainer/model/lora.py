@@ -1,0 +1,225 @@
+"""Training low-rank adapters in the place of all weights (LoRA, arXiv:2106.09685), by peft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from turnwise.config import ConfigPath
+from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, merged, read_settings
+from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
+from turnwise.model.core import AdapterInfo
+
+_RANK = 16
+_NAME = "default"
+
+
+class LoRAConfig(BaseModel):
+    """Low-rank adapters that are trained while the model itself stays as it is.
+
+    Attributes:
+        rank: Columns of each factor; by default 16, or that of ``path``.
+        alpha: Divided by the rank it is what the product is multiplied by; by default twice the rank, or that of
+            ``path``.
+        targets: Ends of the names of the linear layers that get one (``[q_proj, v_proj]``); by default all of them but
+            the output matrix, or those of ``path``.
+        path: A folder with an adapter in peft's layout to go on from; by default they begin at zero.
+        seed: Decides the first factor of each, whose second begins at zero.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: Annotated[int, Field(gt=0)] | None = None
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    targets: Annotated[list[str], Field(min_length=1)] | None = None
+    path: ConfigPath | None = None
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class LoRA:
+    """The adapters on a model.
+
+    Attributes:
+        info: Rank, scale and targets.
+        continued: Whether they began as saved ones, so that the model without them is not what training began with.
+    """
+
+    def __init__(self, wrapped: Any, rank: int, alpha: float, *, continued: bool = False) -> None:
+        """Take over what :func:`attach` made.
+
+        Args:
+            wrapped: peft's model around the model.
+            rank: Of the adapters.
+            alpha: Of the adapters, scale times rank.
+            continued: Whether they were saved before.
+        """
+        self.continued = continued
+        self._wrapped = wrapped
+        model = wrapped.base_model.model
+        layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+        self._layers: dict[str, Any] = layers
+        self.info = AdapterInfo(rank, alpha, tuple(layers))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield both factors of each target, named as :class:`AdapterInfo` says; detached and not copied."""
+        for name, layer in self._layers.items():
+            yield f"{name}.lora_A.weight", layer.lora_A[_NAME].weight.detach()
+            yield f"{name}.lora_B.weight", layer.lora_B[_NAME].weight.detach()
+
+    def whole(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state dict that the model would have without adapters, and with their products added.
+
+        Args:
+            state: That of the model with adapters.
+        """
+        found: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            if ".lora_" in name:
+                continue
+            owner, _, last = name.rpartition(".")
+            target = owner.removesuffix(".base_layer")
+            if target in self._layers and last == "weight":
+                layer = self._layers[target]
+                factors = (layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach())
+                found[f"{target}.weight"] = merged(tensor.detach(), *factors, self.info.scale)
+            else:
+                found[f"{target}.{last}"] = tensor.detach()
+        return found
+
+    def off(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes what it did without adapters."""
+        context: AbstractContextManager[None] = self._wrapped.disable_adapter()
+        return context
+
+    def save(self, directory: Path) -> None:
+        """Write them in peft's layout: ``PeftModel.from_pretrained`` reads the folder."""
+        settings = self._wrapped.peft_config[_NAME]
+        settings.inference_mode = True
+        settings.save_pretrained(str(directory))
+        settings.inference_mode = False
+        tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in self.tensors()}
+        save_file(tensors, directory / ADAPTER_WEIGHTS)
+
+    def load(self, directory: Path) -> None:
+        """Overwrite their factors with saved ones.
+
+        Raises:
+            CheckpointError: There are none, or of another rank or other targets.
+        """
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            if not (directory / file).is_file():
+                raise CheckpointError(f"checkpoint {directory} lacks {file}")
+        try:
+            saved = load_file(directory / ADAPTER_WEIGHTS)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{directory / ADAPTER_WEIGHTS} cannot be read: {error}") from error
+        own = {f"{PREFIX}{name}": tensor for name, tensor in self.tensors()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        if {name: tuple(tensor.shape) for name, tensor in saved.items()} != shapes:
+            raise CheckpointError(
+                f"checkpoint {directory} holds an adapter of another rank or other targets than model.lora says"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(saved[name])
+
+
+def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
+    """Put adapters on a model in place, and freeze all else.
+
+    The model stays the object it was, so that its packed forward can be proven with them (``policy.check_packable``).
+    They are drawn on the device that the model is on; load it on the CPU first, and a seed gives the same everywhere.
+
+    Args:
+        model: A Hugging Face causal language model.
+        config: Which, and how large.
+        base: The model's folder, as saved adapters name it.
+
+    Raises:
+        TrainError: No layer has such a name, one cannot be a target, or ``path`` holds no adapter that fits.
+        MissingExtraError: peft is not installed.
+    """
+    peft = _peft()
+    frozen = {id(model.get_output_embeddings().weight), id(model.get_input_embeddings().weight)}
+    rank, alpha = config.rank or _RANK, config.alpha
+    try:
+        if config.path is not None:
+            _, rank, alpha = read_settings(config.path)
+            wrapped = peft.PeftModel.from_pretrained(
+                model, str(config.path), is_trainable=True, autocast_adapter_dtype=False
+            )
+            wrapped.peft_config[_NAME].base_model_name_or_path = str(base.absolute())
+        else:
+            alpha = 2.0 * rank if alpha is None else alpha
+            settings = peft.LoraConfig(
+                r=rank,
+                lora_alpha=alpha,
+                target_modules="all-linear" if config.targets is None else list(config.targets),
+                task_type="CAUSAL_LM",
+                base_model_name_or_path=str(base.absolute()),
+            )
+            with torch.random.fork_rng():
+                torch.manual_seed(config.seed)
+                wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except (FormatError, ValueError, RuntimeError, OSError, KeyError) as error:
+        key = "targets" if config.path is None else "path"
+        raise TrainError(f"model.lora.{key} is {_given(config, key)}: {error}") from error
+    wrapped.peft_config[_NAME].base_model_name_or_path = str(base.absolute())
+    lora = LoRA(wrapped, rank, alpha, continued=config.path is not None)
+    _check(lora, model, config, frozen)
+    return lora
+
+
+def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None:
+    """Refuse what could not be served: other layers than plain linear ones, and matrices that are tables of ids too."""
+    adapted = {name for name, module in model.named_modules() if _is_tuned(module)}
+    matrices = {name: layer.base_layer.weight for name, layer in lora._layers.items()}
+    tables = sorted(name for name, matrix in matrices.items() if id(matrix) in frozen)
+    other = sorted(adapted - lora._layers.keys())
+    if tables or other:
+        what = f"{tables[0]} is the output matrix" if tables else f"{other[0]} is no linear layer"
+        raise TrainError(f"model.lora.targets is {_given(config, 'targets')}: {what}, which cannot be a target")
+    ends = () if config.targets is None else config.targets
+    if idle := [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in lora.info.targets)]:
+        raise TrainError(f"model.lora.targets is {config.targets}: no linear layer's name ends in {idle[0]!r}")
+    if config.path is not None:
+        said = {"rank": (config.rank, lora.info.rank), "alpha": (config.alpha, lora.info.alpha)}
+        for name, (given, found) in said.items():
+            if given is not None and given != found:
+                raise TrainError(f"model.lora.{name} is {given:g}, but the adapter in model.lora.path has {found:g}")
+        if ends and not all(any(f".{target}".endswith(f".{end}") for end in ends) for target in lora.info.targets):
+            raise TrainError(
+                f"model.lora.targets is {config.targets}, but the adapter in model.lora.path has others: "
+                f"{', '.join(lora.info.targets[:4])}, ..."
+            )
+
+
+def _given(config: LoRAConfig, key: str) -> str:
+    value = config.path if key == "path" else config.targets
+    return "all linear layers" if value is None else repr(str(value) if key == "path" else value)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("peft", "lora", "training low-rank adapters (model.lora)") from error
+    return peft
+
+
+def _is_tuned(module: torch.nn.Module) -> bool:
+    layers = _peft().tuners.tuners_utils
+    return isinstance(module, layers.BaseTunerLayer)
+
+
+def _is_adapted(module: torch.nn.Module) -> bool:
+    found = isinstance(module, _peft().tuners.lora.Linear)
+    return found and isinstance(module.base_layer, torch.nn.Linear)

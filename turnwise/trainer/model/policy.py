@@ -1,0 +1,373 @@
+"""A causal language model that scores packed rows."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.chat.model_dir import TOOL_TEMPLATE_FILE
+from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
+from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
+from turnwise.model.core import AdapterInfo
+from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
+from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
+from turnwise.trainer.model.layout import PackedLayout
+from turnwise.trainer.model.lora import LoRA, LoRAConfig, attach
+
+try:
+    from safetensors import SafetensorError
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+except ImportError as error:
+    raise MissingExtraError("transformers", "train", "training a model") from error
+
+
+ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# What makes a checkpoint usable without the original: tokenizer, chat template, and our own note of the format.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    TOOL_TEMPLATE_FILE,
+    "turnwise_format.json",
+)
+
+AttentionInterface.register(ATTENTION, packed_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a forward pass says of the trained tokens.
+
+    Attributes:
+        logprobs: float32 of shape [N]: log-probability of each token under the logits divided by its temperature.
+        entropy: float32 of shape [N], of that distribution in nats, or None where it was not asked for.
+        values: float32 of shape [N]: what is to be expected from before each token on, or None without a value head.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+class Policy:
+    """A Hugging Face causal language model with packed forward passes. Dropout is off.
+
+    Attributes:
+        model: The model.
+        source: The directory that it came from.
+        value_head: Turns states of shape [N, hidden] into values of shape [N], where a critic shares this model
+            (``critic.py``, which trains and saves it). It is no part of the model's own weights.
+    """
+
+    def __init__(
+        self, model: Any, *, source: Path, compute_dtype: ComputeDtype = "float32", lora: LoRA | None = None
+    ) -> None:
+        """Wrap a model whose packed forward was proven (:func:`load_model` does both).
+
+        Args:
+            model: The model, its parameters in float32.
+            source: Directory that it came from; tokenizer files are copied from there when saving.
+            compute_dtype: What matrix products are computed in. Parameters stay float32.
+            lora: The adapters on the model, where it has any.
+        """
+        self.lora = lora
+        self.model = model
+        self.source = source
+        self.compute_dtype = compute_dtype
+        self._transform = LogitTransform.of(self.model.config.get_text_config().to_dict())
+        self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        self.value_head: nn.Module | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        device: torch.device = self.model.get_output_embeddings().weight.device
+        return device
+
+    def forward(self, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
+        """Score the trained tokens of a micro-batch.
+
+        Logits are computed for the trained tokens only, and for a bounded part of them at once (``vocabulary.py``).
+
+        Args:
+            batch: What to score; tensors may live on another device.
+            entropy: Whether the entropy is returned too.
+
+        Raises:
+            TrainError: An id that the vocabulary does not have, or segments out of order.
+        """
+        states = self.states(batch)
+        with self._autocast():
+            head, ids = self.model.get_output_embeddings(), batch.target_ids.to(states.device)
+            found = score_states(head, states, ids, batch.temperatures, self._transform, entropy=entropy)
+        return TokenScores(*found, values=None if self.value_head is None else self.value_head(states))
+
+    def states(self, batch: MicroBatch) -> Tensor:
+        """Return the last hidden states that predict the trained tokens, shape [N, hidden].
+
+        Args:
+            batch: What to run the model on; tensors may live on another device.
+
+        Raises:
+            TrainError: An id that the vocabulary does not have, or segments out of order.
+        """
+        # The last token of a row may be trained and not be read.
+        ends = [end for ids in (batch.input_ids, batch.target_ids) for end in ids.aminmax()]
+        lowest, highest = int(min(ends)), int(max(ends))
+        if lowest < 0 or highest >= self.vocab_size:
+            raise TrainError(
+                f"a row holds the id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
+                f"{self.vocab_size} entries: the rollout used another tokenizer than this model's"
+            )
+        device = self.device
+        with self._autocast():
+            return self._hidden(batch, device)[0].index_select(0, batch.predictors.to(device))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16")
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.
+
+        Names are those of the Hugging Face model's own state dict; adapters are added to their matrices, which are then
+        copies.
+        """
+        seen: set[int] = set()
+        state: dict[str, Tensor] = self.model.state_dict()
+        if self.lora is not None:
+            state = self.lora.whole(state)
+        for name, tensor in state.items():
+            if tensor.data_ptr() in seen and tensor.numel():
+                continue
+            seen.add(tensor.data_ptr())
+            yield name, tensor.detach()
+
+    def save_hf(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+        """Write the model in Hugging Face format, with the tokenizer files and chat template it came with.
+
+        Adapters are added to their matrices.
+
+        Args:
+            directory: Where to; made if missing.
+            extra: Called with the directory at the end, to add files (``turnwise_format.json``).
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        whole = None if self.lora is None else self.lora.whole(self.model.state_dict())
+        with _no_progress_bars():
+            self.model.save_pretrained(directory, state_dict=whole)
+        copy_companions(self.source, directory)
+        if extra is not None:
+            extra(directory)
+
+    def save_trained(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+        """Write what training changes: the model, or its adapters alone, so that the folder can be named as a model.
+
+        Args:
+            directory: Where to; made if missing.
+            extra: Called with the directory at the end, to add files.
+        """
+        if self.lora is None:
+            self.save_hf(directory, extra=extra)
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self.lora.save(directory)
+        # What tells a reader of the folder which model it is, without its weights.
+        self.model.config.save_pretrained(directory)
+        if self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(directory)
+        copy_companions(self.source, directory)
+        if extra is not None:
+            extra(directory)
+
+    def _hidden(self, batch: MicroBatch, device: torch.device) -> Tensor:
+        layout = PackedLayout.of(batch.segments, device)
+        output = self.model.get_decoder()(
+            input_ids=batch.input_ids.to(device),
+            position_ids=batch.position_ids.to(device),
+            use_cache=False,
+            **{LAYOUT_ARGUMENT: layout},
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+
+def final_logits(model: Any, states: Tensor) -> Tensor:
+    """Return the logits of last hidden states, shape [..., hidden] -> [..., vocabulary].
+
+    What some families do after the output matrix is decided by their configuration's keys and proven by
+    :func:`load_model`.
+    """
+    logits: Tensor = model.get_output_embeddings()(states)
+    return LogitTransform.of(model.config.get_text_config().to_dict())(logits)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    compute_dtype: ComputeDtype = "float32",
+    gradient_checkpointing: bool = False,
+    lora: LoRAConfig | None = None,
+) -> Policy:
+    """Load a Hugging Face causal language model and prove that its packed forward equals its plain one.
+
+    Args:
+        path: Its directory, or that of an adapter, which is added to its model. Nothing is downloaded.
+        device: Where to put it.
+        compute_dtype: What matrix products are computed in; parameters are float32.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+        lora: Adapters to put on it; all else is then frozen.
+
+    Raises:
+        TrainError: No model can be loaded from there, or it cannot be trained packed.
+    """
+    if not any((Path(path) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise TrainError(f"model.path is {str(path)!r}, which is no directory of a Hugging Face model (no config.json)")
+    try:
+        base, adapters = adapter_chain(path)
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32)
+        merge_adapters(model, adapters)
+    except (OSError, ValueError, FormatError) as error:
+        raise TrainError(
+            f"model.path is {str(path)!r}: no causal language model can be loaded from it: {error}"
+        ) from error
+    attached = None if lora is None else attach(model, lora, Path(path))
+    model = model.to(device).eval()
+    check_packable(model)
+    if gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise TrainError(f"model.gradient_checkpointing is true, but {type(model).__name__} does not support it")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Transformers checkpoints in training mode only; dropout has to stay off.
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+    return Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
+
+
+def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
+    """Return what adapters a model would get, without loading its weights.
+
+    Args:
+        path: The model's directory, or an adapter's.
+        lora: Which.
+
+    Raises:
+        TrainError: They cannot be put on it, or the model's settings cannot be read.
+        MissingExtraError: peft is not installed.
+    """
+    try:
+        settings = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings)
+    except (OSError, ValueError, FormatError) as error:
+        raise TrainError(f"model.path is {str(path)!r}: its settings make no causal language model: {error}") from error
+    with warnings.catch_warnings():
+        # Of each tensor that is read it says that it goes nowhere.
+        warnings.simplefilter("ignore")
+        return attach(model, lora, path).info
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars out of the run's own display."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def check_packable(model: Any) -> None:
+    """Switch a model to packed attention and prove it: sequences packed give the logits of each alone.
+
+    Packed are two with a common beginning, which stands there once, and one of its own. The reference is the
+    model's own forward, one sequence at a time, with its own attention. Layers that carry state from token to token
+    (state-space, linear attention) fail here.
+
+    Raises:
+        TrainError: The model cannot be switched, or the logits differ.
+    """
+    name = type(model).__name__
+    kinds = set(model.config.get_text_config().to_dict().get("layer_types") or ()) - _LAYER_TYPES
+    if kinds:
+        raise TrainError(f"{name} has layers of type {', '.join(sorted(kinds))}: they cannot be trained packed")
+    device = next(iter(model.parameters())).device
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    ids = (torch.arange(11, device=device) * 7919 + 1).remainder(vocabulary)
+    begin, first, second, other = torch.split(ids, [3, 2, 3, 3])
+    with torch.no_grad():
+        plain = [
+            model(input_ids=part[None], use_cache=False).logits[0]
+            for part in (torch.cat([begin, first]), torch.cat([begin, second]), other)
+        ]
+        model.set_attn_implementation(ATTENTION)
+        if model.config.get_text_config()._attn_implementation != ATTENTION:
+            raise TrainError(f"{name} does not take its attention from transformers.AttentionInterface")
+        layout = PackedLayout.of(((0, 3, -1), (3, 2, 0), (5, 3, 0), (8, 3, -1)), device)
+        output = model.get_decoder()(
+            input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
+        )
+        packed = final_logits(model, output.last_hidden_state[0])
+    reference = torch.cat([plain[0], plain[1][3:], plain[2]])
+    difference = float((packed - reference).abs().max())
+    scale = float(reference.abs().max())
+    if not difference <= 1e-3 * max(1.0, scale):
+        raise TrainError(
+            f"{name}: packed logits differ from the model's own by {difference:.3g} (largest logit {scale:.3g}), "
+            "so segments see what they should not, or something stands behind the output matrix that is not known here"
+        )
+
+
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copy tokenizer files and chat template from one model directory to another, where they exist."""
+    for name in _COMPANIONS:
+        found = source / name
+        if found.is_file() and found.resolve() != (directory / name).resolve():
+            (directory / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(found, directory / name)
+
+
+def load_weights(policy: Policy, directory: Path) -> None:
+    """Overwrite a policy's parameters with those of a saved one; of a policy with adapters, theirs.
+
+    Raises:
+        CheckpointError: There is no model, or it is another one.
+    """
+    if policy.lora is not None:
+        policy.lora.load(directory)
+        return
+    for name in ("config.json", "model.safetensors"):
+        if not any(directory.glob(name.replace(".safetensors", "*.safetensors"))):
+            raise CheckpointError(f"checkpoint {directory} lacks {name}")
+    try:
+        with _no_progress_bars():
+            saved = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        policy.model.load_state_dict(saved.state_dict())
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {directory} holds no weights for this model: {error}") from error

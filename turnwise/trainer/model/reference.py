@@ -1,0 +1,193 @@
+"""The reference that a KL penalty holds the policy to: weights that score and never change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from turnwise.chat.model_dir import check_words
+from turnwise.errors import ConfigError
+from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, charge
+from turnwise.trainer.algorithms.rewards import RowKey
+from turnwise.trainer.batch.experience import Collected
+from turnwise.trainer.batch.packing import MicroBatch, TrainRow
+from turnwise.trainer.config.batch import BatchConfig
+from turnwise.trainer.config.train import ModelConfig, TrainConfig
+from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.learn.torch_learner import pick_device
+from turnwise.trainer.learn.update import recompute_logprobs
+from turnwise.trainer.model.policy import Policy, load_model
+
+KEY = "algorithm.kl.reference"
+
+
+class Reference(Protocol):
+    """Scores rows as a learner does, with weights that stay what they are."""
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+
+
+class FrozenReference:
+    """A second model in memory: no gradients, no optimizer.
+
+    Args:
+        policy: The model.
+        offload: Whether it lies in main memory except while it scores.
+    """
+
+    def __init__(self, policy: Policy, *, offload: bool = False) -> None:
+        self._policy = policy
+        self._device = policy.device
+        self._offload = offload
+        for parameter in policy.model.parameters():
+            parameter.requires_grad_(requires_grad=False)
+        if offload:
+            policy.model.to("cpu")
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, in main memory."""
+        if self._offload:
+            self._policy.model.to(self._device)
+        try:
+            with torch.no_grad():
+                return [self._policy.forward(batch).logprobs.cpu() for batch in batches]
+        finally:
+            if self._offload:
+                self._policy.model.to("cpu")
+
+
+class InitialWeights:
+    """The model before training inside of the learner that trains it, where its engine still has it (adapters off)."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, in main memory."""
+        with self._learner.initial_weights() or nullcontext():
+            return [each.cpu() for each in self._learner.logprobs(batches)]
+
+
+def reference_path(config: KLConfig, model: ModelConfig) -> Path:
+    """Return the directory of the reference: the model that the run began with, or the one that is named.
+
+    Raises:
+        ConfigError: There is no such model, or it has another tokenizer than the trained one.
+    """
+    if not isinstance(config.reference, Path):
+        return model.path
+    found = config.reference
+    if not (found / "config.json").is_file():
+        what = "no config.json is in it" if found.is_dir() else "there is no such folder"
+        raise ConfigError(f"{KEY} is {found}: {what}: name the directory of a Hugging Face model, or initial")
+    check_words(found, model.path, KEY)
+    return found
+
+
+def open_reference(config: KLConfig, model: ModelConfig, learner: Learner) -> Reference:
+    """Return the reference of a run; also of a resumed one it is what the configuration names, never a checkpoint.
+
+    Args:
+        config: Which one.
+        model: The trained model's section: device and precision are those of the policy.
+        learner: Who trains it; asked whether it still has the initial weights.
+
+    Raises:
+        ConfigError: There is no such model, or it has another tokenizer.
+        TrainError: It cannot be loaded, or cannot score packed rows.
+    """
+    if config.reference == "initial" and learner.initial_weights() is not None:
+        return InitialWeights(learner)
+    policy = load_model(
+        reference_path(config, model),
+        device=pick_device(model.device),
+        compute_dtype=model.compute_dtype,
+        # Adapters that went on from saved ones: without them it would be another model.
+        lora=model.lora if config.reference == "initial" else None,
+    )
+    return FrozenReference(policy, offload=config.offload)
+
+
+@dataclass(slots=True)
+class KLGuard:
+    """The KL penalty of a run, step by step.
+
+    Attributes:
+        control: The coefficient.
+        reference: Who is asked.
+        batch: How rows are packed.
+        temperature: What the rollouts were sampled with.
+        recompute: Whether the policy's own log-probabilities are those of the trainer before the first update; else
+            those that the server reported.
+    """
+
+    control: KLControl
+    reference: Reference
+    batch: BatchConfig
+    temperature: float
+    recompute: bool
+
+    @classmethod
+    def open(cls, config: TrainConfig, learner: Learner, saved: float | None) -> Self | None:
+        """Make the guard of a run; None where ``algorithm.kl`` is not there.
+
+        Args:
+            config: The run's.
+            learner: Who trains.
+            saved: The coefficient of a checkpoint.
+
+        Raises:
+            ConfigError: There is no such reference.
+            TrainError: It cannot be loaded.
+        """
+        kl = config.algorithm.kl
+        if kl is None:
+            return None
+        return cls(
+            KLControl(kl, kl.coef if saved is None else saved),
+            open_reference(kl, config.policy.model, learner),
+            config.batch,
+            config.rollout.temperature,
+            config.algorithm.old_logprobs == "recompute",
+        )
+
+    def charge(self, collected: Collected, learner: Learner) -> Collected:
+        """Return what is collected with what its tokens pay, where the penalty stands in the reward."""
+        config = self.control.config
+        if config.where != "reward":
+            return collected
+        rows = [TrainRow(each, temperature=self.temperature) for some in collected.samples for each in some]
+        reference = self._score(rows)
+        own: Mapping[RowKey, Tensor] = (
+            recompute_logprobs(learner, rows, self.batch)
+            if self.recompute
+            else {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
+        )
+        found = charge(own, reference, estimator=config.estimator, coef=self.control.coef)
+        # Where nothing was sampled nothing was measured, and nothing is to be adapted to.
+        paid = {"kl/value": found.kl, "kl/penalty": found.mean} if found.tokens else {}
+        return replace(collected, penalties=found.tokens, metrics=collected.metrics | paid)
+
+    def term(self, rows: Sequence[TrainRow]) -> KLTerm | None:
+        """Return the penalty of a step's rows as a term of their loss, where it stands there."""
+        config = self.control.config
+        if config.where != "loss":
+            return None
+        return KLTerm(config.estimator, self.control.coef, self._score(rows))
+
+    def step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adapt the coefficient to what a step measured; return what the step was done with."""
+        used = {"kl/coef": self.control.coef}
+        if "kl/value" in metrics:
+            self.control.adapt(metrics["kl/value"], int(metrics["batch/trajectories"]))
+        return used
+
+    def _score(self, rows: Sequence[TrainRow]) -> dict[RowKey, Tensor]:
+        return recompute_logprobs(self.reference, rows, self.batch)

@@ -1,0 +1,1 @@
+"""What a run reports: metrics, warnings, timeline, audit and loggers."""

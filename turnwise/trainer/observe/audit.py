@@ -1,0 +1,299 @@
+"""``turnwise audit``: what the files prove, and the log-probabilities computed once more."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from turnwise.agents.roles import TRAINED
+from turnwise.errors import AuditError, CheckpointError, FormatError
+from turnwise.rollout.audit import BATCHES, TRAJECTORIES, AuditReport, audit_files
+from turnwise.rollout.records import read_batches, read_trajectories
+from turnwise.trajectory import Segment, TrainSample, Trajectory
+from turnwise.types import VersionSpan
+
+CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"
+# float32 on both sides: what other kernels and another order of sums may differ by (invariant 12), for a likely id,
+# and relative to it for an unlikely one.
+_TOLERANCE = 1e-4
+# With bfloat16 single ids differ by more; over many of them the mean does not.
+_MEAN_TOLERANCE_HALF = 0.05
+_MOST_SHOWN = 50
+_TOKENS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Where the weights of a version lie, and whether they were served in float32."""
+
+    directory: Path
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Ids of one version within a turn, and everything before them."""
+
+    trajectory: str
+    segment: int
+    sample: TrainSample
+    temperature: float
+
+
+def audit_run(run: Path, *, recompute: bool = True, at_most: int = 256, console: Console | None = None) -> AuditReport:
+    """Audit a run directory and print what was found.
+
+    Args:
+        run: A directory that training or an evaluation wrote.
+        recompute: Whether log-probabilities are computed again, where the files are sound (needs torch).
+        at_most: Turns per weight version that are; chosen at random, always the same ones.
+        console: Where to print; by default the terminal.
+
+    Returns:
+        What was found.
+
+    Raises:
+        AuditError: The directory lacks what is needed to prove anything.
+    """
+    console = console or Console()
+    report = audit_files(run)
+    # Where the files contradict each other it is not known what to compute again.
+    if recompute and report.sound:
+        recompute_logprobs(run, report, at_most=at_most)
+    _show(run, report, console)
+    return report
+
+
+def recompute_logprobs(run: Path, report: AuditReport, *, at_most: int = 256) -> None:
+    """Compute log-probabilities again for every weight version whose weights are on disk; add to the report.
+
+    Raises:
+        AuditError: The run's configuration cannot be read.
+        CheckpointError: A checkpoint is not whole.
+    """
+    config = _read_config(run)
+    weights = _weights_on_disk(run, config)
+    temperature = float(config.get("rollout", {}).get("temperature", 1.0))
+    turns, unchecked = _turns(run, weights, temperature, at_most)
+    report.counts["sampled tokens that cannot be recomputed"] += unchecked
+    for version in sorted(turns):
+        _check_version(version, weights[version], turns[version], report)
+
+
+def _read_config(run: Path) -> dict[str, Any]:
+    file = run / CONFIG
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise AuditError(
+            f"{file} cannot be read, so it is not known which weights sampled (--no-recompute leaves that out): {error}"
+        ) from error
+    if not isinstance(config, dict):
+        raise AuditError(f"{file} holds no configuration")
+    return config
+
+
+def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[int, _Weights]:
+    """Return the directories of weight versions: the model that the run began with, and its checkpoints."""
+    from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
+
+    dtype = config.get("inference", {}).get("dtype", "auto")
+    found: dict[int, _Weights] = {}
+    if "policies" in config:
+        model = config["policies"]["main"]["model"]
+        launched, first = model["path"], _first_model(model)
+    else:
+        # An evaluation; of a server that was not ours nobody knows what it served.
+        launched = first = config.get("model") if config.get("url") is None else None
+    # What servers compute in is decided when they are launched, whatever weights they are sent.
+    exact = launched is not None and is_float32(Path(launched), dtype)
+    if first is not None and (Path(first) / "config.json").is_file():
+        found[0] = _Weights(Path(first), exact)
+    store = CheckpointStore(run / CHECKPOINTS)
+    for step in store.steps():
+        directory = store.path(step)
+        # A version is the number of the step that made it. What the servers held when the checkpoint was written
+        # (weight_version) is an older one where the run was interrupted before they were given these weights.
+        found[load_state(directory).step] = _Weights(directory, exact)
+    return found
+
+
+def _first_model(model: dict[str, Any]) -> str | None:
+    """Return the folder of the weights that a run begins with; None where an adapter in it names another model."""
+    from turnwise.engine.lora import read_settings
+
+    adapter = (model.get("lora") or {}).get("path")
+    if adapter is None:
+        return str(model["path"])
+    try:
+        base = read_settings(Path(adapter))[0]
+    except FormatError:
+        return None
+    return str(adapter) if base.resolve() == Path(model["path"]).resolve() else None
+
+
+def is_float32(directory: Path, dtype: str) -> bool:
+    """Return whether a server that is launched with a model's folder computes in float32.
+
+    Args:
+        directory: The folder; of an adapter its model decides.
+        dtype: ``inference.dtype``.
+
+    Raises:
+        CheckpointError: Its settings cannot be read.
+    """
+    from turnwise.engine.lora import model_under
+
+    if dtype != "auto":
+        return dtype == "float32"
+    try:
+        file = model_under(directory) / "config.json"
+        saved = orjson.loads(file.read_bytes()) if file.is_file() else {}
+    except (orjson.JSONDecodeError, FormatError) as error:
+        raise CheckpointError(f"the settings of {directory} cannot be read: {error}") from error
+    return saved.get("dtype", saved.get("torch_dtype")) in (None, "float32")
+
+
+def _turns(
+    run: Path, weights: dict[int, _Weights], temperature: float, at_most: int
+) -> tuple[dict[int, list[_Turn]], int]:
+    """Choose turns by version (a reservoir with a fixed seed); count the ids that cannot be checked."""
+    chosen: dict[int, list[_Turn]] = {}
+    seen: dict[int, int] = {}
+    unchecked = 0
+    draw = random.Random(0)
+    starts = read_batches(run / BATCHES).starts if (run / BATCHES).is_file() else ()
+    for trajectory in read_trajectories(run / TRAJECTORIES):
+        if trajectory.policy != TRAINED:
+            # Its servers count their own versions, and the run does not keep their weights.
+            unchecked += 0 if trajectory.recorded == "text" else trajectory.sampled_tokens
+            continue
+        divisor = _temperature(trajectory, temperature)
+        last = _last_version(trajectory, starts)
+        for segment in trajectory.segments:
+            for span in segment.weight_versions:
+                version = span[0]
+                if version not in weights or divisor is None or version > last:
+                    unchecked += span[2] - span[1]
+                    continue
+                kept = chosen.setdefault(version, [])
+                seen[version] = seen.get(version, 0) + 1
+                place = len(kept) if len(kept) < at_most else draw.randrange(seen[version])
+                if place < at_most:
+                    kept[place : place + 1] = [_turn(trajectory, segment, span, divisor)]
+    return chosen, unchecked
+
+
+def _temperature(trajectory: Trajectory, configured: float) -> float | None:
+    """Return what the logits were divided by, or None where that is not known."""
+    if trajectory.metrics.get("temperatures", 1.0) > 1:
+        # An agent behind a gateway chose them, request by request.
+        return None
+    noted = trajectory.metrics.get("temperature")
+    if noted is None and trajectory.partition != "train" and configured not in (0.0, 1.0):
+        return None
+    return (configured if noted is None else noted) or 1.0
+
+
+def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> float:
+    """Return the last version of this trajectory's process whose weights any checkpoint can hold.
+
+    A process that was killed had versions beyond its last checkpoint; the one that went on from there made versions
+    of the same numbers, and saved those.
+    """
+    number = trajectory.id.partition("-")[0]
+    if not number.isdigit():
+        return math.inf
+    return min((after for part, after in starts if part > int(number)), default=math.inf)
+
+
+def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperature: float) -> _Turn:
+    before = [each.ids for each in trajectory.path(segment.parent)]
+    ids = np.concatenate([*before, segment.ids])
+    start = len(ids) - len(segment.ids)
+    mask = np.zeros(len(ids), np.bool_)
+    mask[start + span[1] : start + span[2]] = True
+    logprobs = np.zeros(len(ids), np.float32)
+    logprobs[start:] = segment.logprobs
+    versions = np.full(len(ids), -1, np.int32)
+    turns = np.full(len(ids), -1, np.int32)
+    sample = TrainSample(ids, mask, logprobs, versions, turns, trajectory.id, trajectory.group_id, segment.index)
+    return _Turn(trajectory.id, segment.index, sample, temperature)
+
+
+def _check_version(version: int, weights: _Weights, turns: Sequence[_Turn], report: AuditReport) -> None:
+    differences: list[float] = []
+    wrong: dict[int, tuple[_Turn, list[str]]] = {}
+    for turn, position, reported, computed in _recomputed(weights.directory, turns):
+        differences.append(abs(reported - computed))
+        if weights.exact and differences[-1] > _TOLERANCE * max(1.0, abs(computed)):
+            text = f"the logprob of position {position} was {reported:.6f}, computed again it is {computed:.6f}"
+            wrong.setdefault(id(turn), (turn, []))[1].append(text)
+    for turn, texts in wrong.values():
+        more = f" ({len(texts)} such ids in this turn)" if len(texts) > 1 else ""
+        report.contradictions.append(
+            f"trajectory {turn.trajectory}: segment {turn.segment}, sampled by version {version} "
+            f"({weights.directory.name}): {texts[0]}{more}"
+        )
+    mean = float(np.mean(differences)) if differences else 0.0
+    if not weights.exact and mean > _MEAN_TOLERANCE_HALF:
+        report.contradictions.append(
+            f"version {version}: the logprobs of {len(differences)} ids differ from {weights.directory} by {mean:.4f} "
+            "on average"
+        )
+    report.counts["weight versions recomputed"] += 1
+    report.counts["turns recomputed"] += len(turns)
+    report.counts["logprobs recomputed"] += len(differences)
+    report.figures["largest difference of a logprob"] = max(
+        report.figures.get("largest difference of a logprob", 0.0), max(differences, default=0.0)
+    )
+
+
+def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn, int, float, float]]:
+    """Yield (turn, position in its row, reported, computed) of every id."""
+    import torch
+
+    from turnwise.trainer.batch.packing import TrainRow, pack
+    from turnwise.trainer.learn.torch_learner import pick_device
+    from turnwise.trainer.model.policy import load_model
+
+    policy = load_model(directory, device=pick_device("auto"))
+    rows = [TrainRow(turn.sample, temperature=turn.temperature) for turn in turns]
+    for batch in pack(rows, _TOKENS_AT_ONCE, share_prefixes=True):
+        with torch.no_grad():
+            computed = policy.forward(batch).logprobs.float().cpu().tolist()
+        places = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
+        owners = [batch.rows[number] for number in batch.sequences.tolist()]
+        yield from zip([turns[row] for row in owners], places, batch.rollout_logprobs.tolist(), computed, strict=True)
+
+
+def _show(run: Path, report: AuditReport, console: Console) -> None:
+    console.print(Text(f"audit of {run}", style="bold"), soft_wrap=True)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, count in report.counts.items():
+        if count:
+            table.add_row(name, f"{count:,}")
+    for name, figure in report.figures.items():
+        table.add_row(name, f"{figure:.2g}")
+    console.print(table)
+    for text in report.contradictions[:_MOST_SHOWN]:
+        console.print(Text(f"✗ {text}", style="red"), soft_wrap=True)
+    if len(report.contradictions) > _MOST_SHOWN:
+        console.print(Text(f"and {len(report.contradictions) - _MOST_SHOWN} more", style="red"))
+    if report.sound:
+        console.print(Text("✓ nothing contradicts: what was sampled was recorded and trained exactly", style="green"))
+    else:
+        console.print(Text(f"{len(report.contradictions)} contradictions", style="bold red"))

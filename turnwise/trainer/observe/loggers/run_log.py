@@ -1,0 +1,352 @@
+"""What a run logs to: its file of JSON lines, and loggers that can be slow or fail.
+
+Each process of a run begins with ``{"kind": "start", "part": p, "step": n}``: it goes on after step ``n``, and what an
+earlier process logged of later ones was not saved. It stays there, and readers leave it out.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from turnwise.append_file import AppendFile, writing
+from turnwise.errors import ConfigError, FormatError, TurnwiseError
+from turnwise.trainer.observe.loggers.core import LoggedRun, Logger, LoggerConfig, chosen_logger, find_logger
+from turnwise.trainer.observe.metrics import figures
+
+
+class JSONLLogger:
+    """Appends one JSON object per line; each line is on its way to disk when :meth:`log` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing(path):
+            self._file = AppendFile(path)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a record. Values that are not finite become null. Raises DiskError where the disk refuses."""
+        with writing(self.path):
+            self._file.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY))
+
+    def close(self) -> None:
+        """Close the file. Closing twice is no error."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file that count; a line that a killed process left half written is passed over.
+
+    What a process logged of steps that the next one did not find in a checkpoint is left out: that one made them anew.
+    Of two evaluations of one label at one step the later one counts.
+
+    Raises:
+        FormatError: Another line is no JSON object.
+    """
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.endswith(b"}"):
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise FormatError(f"{path}:{number}: not JSON: {error}") from error
+        if record.get("kind") == "start":
+            found = [each for each in found if each.get("step", 0) <= record["step"]]
+            continue
+        if record.get("kind") == "eval":
+            found = [each for each in found if _evaluation(each) != _evaluation(record)]
+        found.append(record)
+    return found
+
+
+def _evaluation(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what an evaluation is told by."""
+    return record.get("kind"), record.get("step"), record.get("label")
+
+
+METRICS_FILE = "metrics.jsonl"
+CLOSE_S = 30.0
+"""Seconds that a logger may take at the end to send what it was given."""
+
+
+def check_loggers(configs: Sequence[LoggerConfig]) -> None:
+    """See that the packages of all loggers are there.
+
+    Raises:
+        MissingExtraError: One is not installed.
+    """
+    for config in configs:
+        find_logger(config.name).check()
+
+
+class RunLog(JSONLLogger):
+    """Appends records to ``metrics.jsonl``, and hands their figures to loggers.
+
+    The record is in the file when :meth:`log` returns; loggers get it in threads of their own.
+
+    Args:
+        path: The file.
+        loggers: By the names that messages use.
+        say: Tells a person that one failed.
+    """
+
+    def __init__(
+        self, path: Path, loggers: Mapping[str, Logger] | None = None, say: Callable[[str], object] = print
+    ) -> None:
+        super().__init__(path)
+        self._outlets = [_Outlet(name, logger, say) for name, logger in (loggers or {}).items()]
+
+    @classmethod
+    def open(cls, run: LoggedRun, loggers: Sequence[LoggerConfig], console: Console, *, part: int = 0) -> RunLog:
+        """Open the log of a run, and make its loggers.
+
+        Args:
+            run: What is logged.
+            loggers: Where to, besides the file.
+            console: Where a person is told.
+            part: Number of this process among those that work on the run.
+
+        Raises:
+            ConfigError: A logger cannot be made.
+            DiskError: The disk refuses.
+        """
+        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        with writing(run.directory):
+            run.directory.mkdir(parents=True, exist_ok=True)
+        made: dict[str, Logger] = {}
+        for number, each in enumerate(loggers):
+            name = each.name if each.name not in made else f"{each.name} ({number})"
+            try:
+                made[name] = chosen_logger(each)(run)
+            except TurnwiseError:
+                raise
+            except Exception as error:  # whatever a logger's package raises is named
+                raise ConfigError(
+                    f"loggers.{number} ({each.name}) cannot be opened: {type(error).__name__}: {error}; correct its "
+                    "config, or take it out: metrics.jsonl has everything without it"
+                ) from error
+        log = cls(run.directory / METRICS_FILE, made, say)
+        log.log({"kind": "start", "part": part, "step": run.step})
+        return log
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a record, and hand on the figures of a step or an evaluation."""
+        super().log(record)
+        if self._outlets and (found := figures(record)):
+            for each in self._outlets:
+                each.put(int(record["step"]), found)
+
+    def counts(self) -> dict[str, float]:
+        """Return how many calls of loggers failed so far, as a metric, where some did."""
+        failures = sum(each.failures for each in self._outlets)
+        return {"loggers/failures": float(failures)} if failures else {}
+
+    def close(self) -> None:
+        """Close the file and the loggers, each of which gets :data:`CLOSE_S`. Closing twice is no error."""
+        super().close()
+        outlets, self._outlets = self._outlets, []
+        for each in outlets:
+            each.end()
+        for each in outlets:
+            each.wait()
+
+
+class _Outlet:
+    """One logger, in a thread of its own."""
+
+    def __init__(self, name: str, logger: Logger, say: Callable[[str], object]) -> None:
+        self._name = name
+        self._logger = logger
+        self._say = say
+        self._queue: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
+        self.failures = 0
+        # A daemon: a logger that hangs keeps no process from ending.
+        self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, found: Mapping[str, float]) -> None:
+        self._queue.put((step, found))
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def wait(self) -> None:
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._say(f"warning: logger {self._name} did not end within {CLOSE_S:g} s: metrics.jsonl has what it lacks")
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            step, found = item
+            self._try(f"at step {step}", partial(self._logger.log, step, found))
+        self._try("when it was closed", self._logger.close)
+
+    def _try(self, when: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a logger's package raises what it likes, and no run ends of it
+            self.failures += 1
+            if self.failures == 1:
+                self._say(
+                    f"warning: logger {self._name} failed {when}: {type(error).__name__}: {error}. Training goes on, "
+                    "metrics.jsonl has everything; this is said once, loggers/failures counts"
+                )
+
+
+_SHOWN_STEPS = 8
+_TICKS = "▁▂▃▄▅▆▇█"
+
+
+class LiveDisplay:
+    """Shows how far a run is: a bar, the last steps as a table, and a curve of one metric.
+
+    On a terminal it redraws in place; elsewhere (a file, CI) it prints a line per step. A context manager.
+
+    Args:
+        title: What runs.
+        total: How many steps; None where the run ends by something else.
+        columns: Heading and metric of each column; a metric that a step lacks is left blank.
+        curve: Metric whose course is drawn beside the bar.
+        console: Where to; by default standard error, so that results on standard output stay alone.
+        done: Steps that were done before this process (a resumed run); they do not count for the time left.
+        begun: Which share of the whole those were, where it is not their share of ``total``.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None,
+        columns: Mapping[str, str],
+        *,
+        curve: str | None = None,
+        console: Console | None = None,
+        done: int = 0,
+        begun: float | None = None,
+    ) -> None:
+        self._title = title
+        self._columns = dict(columns)
+        self._curve = curve
+        self._console = console or Console(stderr=True)
+        self._rows: deque[list[str]] = deque(maxlen=_SHOWN_STEPS)
+        self._values: list[float] = []
+        self._total = total
+        self._begun = self._share(done) if begun is None else begun
+        self._started = time.monotonic()
+        self._status = ""
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done, left="")
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        self._started = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def status(self, text: str) -> None:
+        """Say what is being done now (``rollout``, ``update``, ``evaluation``)."""
+        self._status = text
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def say(self, text: str) -> None:
+        """Print a line that stays, above what is redrawn."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, step: int, metrics: Mapping[str, float], *, share: float | None = None) -> None:
+        """Show that ``step`` steps are done, with the metrics of the last one.
+
+        Args:
+            step: Steps that are done.
+            metrics: Of the last one.
+            share: Which share of the whole that is; by default that of ``total``.
+        """
+        share = self._share(step) if share is None else share
+        cells = [str(step), *(_number(metrics.get(name)) for name in self._columns.values())]
+        self._rows.append(cells)
+        if self._curve is not None and self._curve in metrics:
+            self._values.append(metrics[self._curve])
+        total = self._total if self._total is not None else round(step / share) if share else None
+        self._progress.update(self._task, completed=step, total=total, left=self._time_left(share))
+        if self._live is not None:
+            self._live.update(self._render())
+        else:
+            named = "  ".join(f"{head} {cell}" for head, cell in zip(self._columns, cells[1:], strict=True) if cell)
+            of = f"/{self._total}" if self._total is not None else f" ({min(share, 1):.0%})"
+            self.say(f"{self._title} {step}{of}  {named}  {self._time_left(share)}".rstrip())
+
+    def _share(self, step: int) -> float:
+        return step / self._total if self._total else 0.0
+
+    def _time_left(self, share: float) -> str:
+        if share <= self._begun:
+            return ""
+        left = (time.monotonic() - self._started) / (share - self._begun) * max(0.0, 1 - share)
+        return f"{int(left // 60)}:{int(left % 60):02d} left"
+
+    def _render(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(self._progress)
+        if self._values:
+            last = f"{self._values[-1]:.3f}"
+            grid.add_row(f"{self._curve} {sparkline(self._values)} {last}")
+        if self._rows:
+            table = Table("step", *self._columns, box=None, padding=(0, 1), header_style="bold")
+            for cells in self._rows:
+                table.add_row(*cells)
+            grid.add_row(table)
+        if self._status:
+            grid.add_row(f"[dim]{self._status}[/dim]")
+        return grid
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """Return values as a curve of block characters, averaged down to ``width``."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    size = max(1, math.ceil(len(finite) / width))
+    means = [sum(part) / len(part) for part in (finite[n : n + size] for n in range(0, len(finite), size))]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_TICKS[min(len(_TICKS) - 1, int((value - low) / span * len(_TICKS)))] for value in means)
+
+
+def _number(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return ""
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"

@@ -1,0 +1,288 @@
+"""The names of what is logged, and how the updates of a step become one set of values."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from turnwise.agents.roles import TRAINED
+from turnwise.trainer.batch.packing import TrainRow
+from turnwise.trainer.learn.learner import Stats, StepResult
+from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
+
+METRICS: dict[str, str] = {
+    "reward/mean": "mean reward of the trajectories of the step",
+    "reward/std": "standard deviation of their rewards",
+    "reward/greedy": "mean reward of the greedy rollouts that are baselines (remax)",
+    "reward/informative": "share of trajectories whose group has rewards that differ",
+    "reward/by_name/*": "sum of the reward events of one name, per trajectory",
+    "reward/by_source/*": "mean reward of the trajectories whose tasks are from one source",
+    "reward/by_role/*": "mean reward of one role's trajectories; role@policy where a frozen policy played it",
+    "tasks/left_out": "rows of the task sources that were left out so far",
+    "curriculum/rate": "mean of the running success rates of the tasks that have one",
+    "curriculum/tasks": "how many tasks have one",
+    "curriculum/*": "share of these tasks in the pool of this name (share_0.2-0.8)",
+    "stop/*": "share of trajectories with this stop reason",
+    "rollout/turns": "model calls per trajectory",
+    "rollout/turns_by_role/*": "model calls per trajectory of one role",
+    "rollout/sampled_tokens": "sampled tokens per trajectory",
+    "rollout/forks": "forks per trajectory",
+    "context/*": "context management of agents (drops, compactions, sub-agents), per trajectory: docs/agents.md",
+    "batch/groups": "groups compared (sessions of different roles count apart, see rollout.compare)",
+    "batch/dead_groups": "groups whose rewards are equal, or of one member: they teach nothing",
+    "batch/trajectories": "trajectories without an error",
+    "batch/silent": "those of them in which nothing was sampled: they are compared with nothing",
+    "batch/no_baseline": "trajectories left out because their group's greedy rollout failed (remax)",
+    "batch/failed": "members and trajectories that ended with an error",
+    "batch/rows": "rows trained",
+    "batch/trained_tokens": "sampled tokens trained",
+    "batch/tokens": "tokens of the rows, context included",
+    "batch/packed_tokens": "tokens that the updates of the step computed, shared ones once; counted once per epoch",
+    "batch/cut_tokens": "sampled tokens that batch.max_tokens_per_row cut off",
+    "batch/empty_leaves": "leaves that own no sampled token",
+    "credit/spread": "largest less smallest advantage among the turns (credit tokens: tokens) of a trajectory, mean",
+    "credit/silent_turns": "share of turns (credit tokens: tokens) with advantage 0",
+    "credit/first": "mean |advantage| of first turns (tokens)",
+    "credit/last": "mean |advantage| of last turns (tokens)",
+    "dropped/failed_tokens": "sampled tokens of trajectories that ended with an error",
+    "dropped/dead_tokens": "sampled tokens of groups that teach nothing, or have no baseline",
+    "dropped/cut_tokens": "sampled tokens for which batch.max_tokens_per_row left no room",
+    "dropped/left_out_tokens": "sampled tokens that the agent loop's output leaves out",
+    "tools/calls": "tool calls per trajectory",
+    "tools/error_rate": "share of tool calls that were answered by an error",
+    "tools/error_rate_by/*": "the same per tool; (unknown) are calls of tools that do not exist",
+    "replay/wait_s": "seconds that the trainer waited for rollouts",
+    "replay/ready": "finished groups that wait and were not yet trained",
+    "replay/in_flight": "groups that were requested and are not finished",
+    "replay/staleness_mean": "train steps between the oldest weights that sampled a group and the step's, mean",
+    "replay/staleness_max": "the same, of the stalest group of the batch",
+    "replay/reissued": "episodes and groups that were played again because their worker was lost",
+    "replay/reused": "groups of the batch that were trained before (strategy mixed)",
+    "replay/short": "groups that the step lacks: max_refills was reached, or a hook left groups out",
+    "replay/dropped/*": "finished groups that were dropped and never trained, by reason",
+    "replay/failed": "members of the batch's groups that ended with an error",
+    "straggler/cut_groups": "groups that the batch lacks because batch.tail did not wait for them",
+    "straggler/wait_s": "seconds that the last groups were waited for after batch.tail.share of them was complete",
+    "straggler/carried": "groups that the step did not wait for, and that count for the next one",
+    "straggler/cancelled": "groups that were cancelled because the step did not wait for them",
+    "rollout/cancelled_episodes": "episodes that ended because their group was cancelled",
+    "rollout/wasted_tokens": "tokens sampled in groups that were cancelled or dropped",
+    "train/loss": "loss, mean over the step's updates weighted by tokens",
+    "train/tokens": "trained tokens, counted once per epoch",
+    "train/ratio": "mean probability ratio, trained over old policy (of sequences in gspo and gmpo)",
+    "train/ratio_max": "largest probability ratio",
+    "train/approx_kl": "k3 estimate of KL(old || trained)",
+    "train/clip_fraction": "share of tokens whose gradient the clip range cut off (cispo: whose weight it bounded)",
+    "train/selected_fraction": "share of tokens that clip_cov or kl_cov selected",
+    "train/gate": "mean gate of sapo: the share of a token's gradient that remains, 1 at ratio 1",
+    "train/quadratic": "mean of half the squared log-ratio that dro penalises",
+    "train/dual_clip_fraction": "share of tokens whose gradient dual_clip cut off",
+    "train/entropy": "mean entropy of the distributions that trained tokens were drawn from, in nats",
+    "train/nll": "mean negative log-likelihood of the trained tokens, in nats",
+    "train/grad_norm": "global gradient norm before clipping, mean over the updates that changed the weights",
+    "train/updates": "optimizer steps that changed the weights",
+    "train/skipped_updates": "optimizer steps that were skipped (no gradient, or no finite one)",
+    "train/non_finite_updates": "those of them whose gradient was not finite",
+    "distill/reverse_kl": "mean of log p_student - log p_teacher over sampled tokens: estimates KL(student || teacher)",
+    "distill/gap_max": "largest magnitude of the same on a token, bounded to 20",
+    "distill/unscored_tokens": "trained tokens beyond the teacher's context, which it does not score",
+    "preference/accuracy": "share of pairs whose chosen side gained more (reward model: has the higher reward)",
+    "preference/margin": "margin of the chosen side, mean over pairs (dpo: beta times the difference of log-ratios)",
+    "preference/chosen": "mean reward of the chosen side (dpo: beta times its log-ratio to the reference)",
+    "preference/rejected": "mean reward of the rejected side",
+    "preference/nll": "mean negative log-likelihood per token of the chosen side",
+    "preference/held_out_accuracy": "share of the held-out pairs that the trained reward model ranks correctly",
+    "lr/*": "learning rate of an optimizer in the last update",
+    "critic/loss": "loss of the critic, mean over the tokens before which it is evaluated",
+    "critic/clip_fraction": "share of these whose gradient value_clip cut off",
+    "critic/value": "value predicted by the critic before the update, mean over the same tokens",
+    "critic/return": "target of the critic there, mean",
+    "critic/explained_variance": "explained share of the variance of the returns: 1 all, 0 none, below 0 worse",
+    "critic/open_ended": "share of trajectories whose last value is bootstrapped (critic.bootstrap)",
+    "critic/grad_norm": "global gradient norm of the critic's own weights, before clipping, mean over updates",
+    "critic/lr": "learning rate of the critic in the last update",
+    "gap/mean": "mean |trainer - rollout| of the log-probabilities before the first update of the step",
+    "gap/max": "largest |trainer - rollout| of these",
+    "gap/kl": "k3 estimate of KL(rollout || trainer) from the same tokens",
+    "gap/worst_turn": "largest mean of these by turn number; diagnostics.jsonl has all turns and tokens",
+    "kl/value": "estimate of KL(policy || reference) per trained token (algorithm.kl.estimator)",
+    "kl/coef": "weight of the KL penalty in this step",
+    "kl/penalty": "KL penalty subtracted from a trajectory's reward, mean (algorithm.kl.where: reward)",
+    "correction/kl": "mean of log p_rollout - log p_trainer on the tokens of the step, before correction",
+    "correction/kl_k3": "k3 estimate of the same divergence",
+    "correction/ess": "effective sample size of untruncated importance weights, as a share: 1 where all are equal",
+    "correction/chi2": "mean squared importance weight less 1",
+    "correction/ppl_gap": "log perplexity of the trainer less that of the server, mean over rows",
+    "correction/weight": "mean importance weight after truncation or masking",
+    "correction/weight_max": "largest of them",
+    "correction/zero_weights": "share of tokens that masking gave weight 0",
+    "correction/rejected": "share of tokens that were rejected",
+    "lag/mean": "weight versions between the training weights and those that sampled, mean over tokens",
+    "lag/max": "largest of these: staleness of the step's oldest token",
+    "sync/bytes": "bytes of weights sent to each server after the step, or of an adapter; 0 where none changed",
+    "loggers/failures": "calls of loggers that failed so far in this process",
+    "time/*": "seconds of a part of the step, or tokens per second",
+}
+"""Name (``*`` stands for any ending) and meaning of what the trainer logs."""
+
+_NAMED = {"kl": "kl/value"}
+"""Means over the updates that bear another name than ``train/NAME``."""
+
+_GAP = {"gap_abs": "gap/mean", "gap_max": "gap/max", "gap_kl": "gap/kl"}
+
+
+def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, float]:
+    """Combine the updates of a train step into what is logged.
+
+    Means (the loss among them) are weighted by trained tokens, maxima are the largest. The gap between trainer and
+    rollout is taken from the first update alone: later ones have other weights than those that sampled.
+
+    Args:
+        updates: Per optimizer step, what its passes found and what it did, in order.
+    """
+    done = [result for _, result in updates if result.skipped is None]
+    tokens = sum(stats.tokens for stats, _ in updates)
+    metrics = {
+        "train/tokens": float(tokens),
+        "train/updates": float(len(done)),
+        "train/skipped_updates": float(len(updates) - len(done)),
+    }
+    bad = sum(result.skipped == "non_finite" for _, result in updates)
+    if bad:
+        metrics["train/non_finite_updates"] = float(bad)
+    if done:
+        metrics["train/grad_norm"] = math.fsum(result.grad_norm for result in done) / len(done)
+    if updates:
+        metrics |= {f"lr/{name}": rate for name, rate in updates[-1][1].learning_rates.items()}
+    trained = [stats for stats, _ in updates if stats.tokens]
+    for number, stats in enumerate(trained):
+        for name, value in {"loss": stats.loss, **stats.means}.items():
+            if name not in _GAP:
+                shown = _NAMED.get(name, f"train/{name}")
+                metrics[shown] = metrics.get(shown, 0.0) + value * stats.tokens / tokens
+        for name, value in stats.maxima.items():
+            if name not in _GAP:
+                metrics[f"train/{name}"] = max(metrics.get(f"train/{name}", value), value)
+        if number == 0:
+            found = {**stats.means, **stats.maxima}
+            metrics |= {known: found[name] for name, known in _GAP.items() if name in found}
+    return metrics
+
+
+def meaning(name: str) -> str | None:
+    """Return what a logged name means, or None where nothing documents it."""
+    exact = METRICS.get(name)
+    return METRICS.get(name.rpartition("/")[0] + "/*") if exact is None else exact
+
+
+def checked(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as plain floats without those that are not finite, which JSON cannot hold."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def figures(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a record of ``metrics.jsonl`` under flat names; none where it holds none for loggers.
+
+    Of a train step they are its metrics; of an evaluation ``eval/sampled`` and ``eval/greedy``, the shares that
+    succeeded, and below them (``eval/sampled/reward``) the others.
+    """
+    if record["kind"] == "train":
+        return {name: float(value) for name, value in record.items() if name not in ("kind", "step")}
+    if record["kind"] != "eval":
+        return {}
+    found = {"eval/seconds": record["seconds"]}
+    for way in ("sampled", "greedy"):
+        if way in record:
+            found |= dict(_eval_figures(f"eval/{way}", record[way]))
+    # JSON holds null where no episode ended.
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _eval_figures(name: str, part: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    yield name, part["success"]["mean"]
+    yield f"{name}/reward", part["reward"]["mean"]
+    yield f"{name}/turns", part["turns"]
+    for k, estimate in part.get("pass_at", {}).items():
+        yield f"{name}/pass@{k}", estimate["mean"]
+    for key in ("sampled_tokens", "tool_calls", "failed"):
+        if key in part:
+            yield f"{name}/{key}", part[key]
+    for key in ("by_source", "by_role"):
+        for which, below in part.get(key, {}).items():
+            yield from _eval_figures(f"{name}/{key}/{which}", below)
+
+
+_CALLS, _FAILURES = "tool_calls/", "tool_failures/"
+
+
+def dropped_tokens(
+    groups: Sequence[TrajectoryGroup],
+    members: Sequence[Trajectory],
+    samples: Sequence[Sequence[TrainSample]],
+    rows: Sequence[TrainRow],
+    *,
+    policy: str = TRAINED,
+) -> dict[str, float]:
+    """Return what became of sampled tokens that are in no row of a step, by reason.
+
+    Together with the trained tokens of the rows they are all tokens that the policy sampled in these groups.
+
+    Args:
+        groups: What was rolled out.
+        members: The trajectories that are compared.
+        samples: For each of them its rows.
+        rows: What is trained.
+        policy: Whose tokens are counted.
+
+    Returns:
+        ``dropped/failed_tokens``: of trajectories that an error ended; ``dropped/left_out_tokens``: that the agent's
+        own account of its episode leaves out; ``dropped/cut_tokens``: for which a row had no room;
+        ``dropped/dead_tokens``: of groups that teach nothing.
+    """
+    mine = [each for group in groups for each in group.trajectories if each.policy == policy]
+    trained = {row.sample.trajectory_id for row in rows}
+    failed = sum(each.sampled_tokens for each in mine if each.error is not None)
+    left_out = cut = dead = 0
+    for member, own in zip(members, samples, strict=True):
+        held = sum(sample.trained_tokens for sample in own)
+        spared = sum(
+            end - start for segment in member.segments if segment.sampled for start, end in segment.left_out or ()
+        )
+        left_out += spared
+        cut += member.sampled_tokens - spared - held
+        dead += 0 if member.id in trained else held
+    found = {"failed": failed, "left_out": left_out, "cut": cut, "dead": dead}
+    return {f"dropped/{reason}_tokens": float(count) for reason, count in found.items()}
+
+
+def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str = TRAINED) -> dict[str, float]:
+    """Return how many calls a trajectory made, and which share of them was answered by an error, of all and by tool.
+
+    Args:
+        groups: What was rolled out; trajectories that an error ended are left out.
+        policy: Whose calls are counted.
+
+    Returns:
+        ``tools/calls``, ``tools/error_rate`` and ``tools/error_rate_by/NAME``; nothing where no tool was called.
+    """
+    mine = [each for group in groups for each in group.trajectories if each.policy == policy and each.error is None]
+    counts: defaultdict[str, float] = defaultdict(float)
+    for trajectory in mine:
+        for name, value in trajectory.metrics.items():
+            if name in ("tool_calls", "tool_errors") or name.startswith((_CALLS, _FAILURES)):
+                counts[name] += value
+    calls = counts["tool_calls"]
+    if not calls:
+        return {}
+    by_tool = {name.removeprefix(_CALLS): made for name, made in counts.items() if name.startswith(_CALLS) and made}
+    return {
+        "tools/calls": calls / len(mine),
+        "tools/error_rate": counts["tool_errors"] / calls,
+        # A slash would be a level of the metric's name.
+        **{
+            f"tools/error_rate_by/{name.replace('/', '_')}": counts.get(f"{_FAILURES}{name}", 0.0) / made
+            for name, made in sorted(by_tool.items())
+        },
+    }

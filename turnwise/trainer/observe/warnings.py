@@ -1,0 +1,323 @@
+"""What a person should know about a step, in words and with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from turnwise.model.core import Renderer
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.observe.audit import is_float32
+from turnwise.trainer.observe.gap import Gaps, gap_record, gap_words
+from turnwise.trainer.observe.loggers.run_log import JSONLLogger
+from turnwise.trajectory import TrajectoryGroup
+
+Metrics: TypeAlias = Mapping[str, float]
+
+MOST_DEAD: Final = 0.8
+MOST_GAP: Final = 0.05
+MOST_GAP_EXACT: Final = 0.01
+LEAST_ENTROPY: Final = 0.01
+MOST_CLIPPED: Final = 0.3
+MOST_KL: Final = 0.1
+MOST_TRUNCATED: Final = 0.3
+MOST_TOOL_ERRORS: Final = 0.3
+MOST_FAILED: Final = 0.2
+MOST_CUT: Final = 0.05
+MOST_REJECTED: Final = 0.2
+LEAST_ESS: Final = 0.3
+# Fewer say nothing about a share.
+_LEAST_GROUPS = 4
+_LEAST_CALLS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning.
+
+    Attributes:
+        name: Of its rule.
+        text: What was found, and what to do about it.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a rule has to know besides the metrics.
+
+    Attributes:
+        exact: Whether trainer and server compute in float32, so that they differ by rounding only.
+        compares: Whether advantages come from comparing the members of a group.
+        worst_gap: Where the largest gap stands, in words; empty where nobody knows.
+    """
+
+    exact: bool = False
+    compares: bool = True
+    worst_gap: str = ""
+
+
+def dead_groups(metrics: Metrics, setting: Setting) -> str | None:
+    """Groups whose members all earned the same teach nothing."""
+    groups, dead = metrics.get("batch/groups", 0.0), metrics.get("batch/dead_groups", 0.0)
+    if not setting.compares or groups < _LEAST_GROUPS or dead < MOST_DEAD * groups:
+        return None
+    mean = metrics.get("reward/mean", 0.0)
+    return (
+        f"{_share(dead / groups)} of groups have equal rewards (mean reward {mean:.3g}): they teach nothing. If that "
+        "is the best reward there is, the tasks are learned: stop, or mix harder ones. Else raise rollout.temperature "
+        "or rollout.group_size, mix easier tasks, or pay for partial success"
+    )
+
+
+def nothing_trained(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """A step without a trained token changes nothing, unless the critic learned from it alone."""
+    if metrics.get("train/tokens", 1.0) > 0 or metrics.get("batch/rows", 0.0) == 0 or "critic/loss" in metrics:
+        return None
+    return "no token of this step was trained: all were dropped; dropped/* in metrics.jsonl says why"
+
+
+def short(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """A batch that could not be filled."""
+    missing = metrics.get("replay/short", 0.0)
+    if not missing:
+        return None
+    return (
+        f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were asked for. "
+        "Mix tasks of other difficulty, see curriculum, or raise replay.filter_groups.max_refills"
+    )
+
+
+def gap(metrics: Metrics, setting: Setting) -> str | None:
+    """Trainer and server should agree on equal weights; on others (an asynchronous mode) they cannot."""
+    if metrics.get("lag/max", 0.0) > 0:
+        return None
+    mean, largest = metrics.get("gap/mean", 0.0), metrics.get("gap/max", 0.0)
+    far = setting.exact and largest > MOST_GAP_EXACT
+    if mean <= MOST_GAP and not far:
+        return None
+    where = f"; {setting.worst_gap}" if setting.worst_gap else ""
+    return (
+        f"trainer and server disagree about sampled tokens by {mean:.3g} nats on average, {largest:.3g} at most{where}"
+        ". With equal weights that is rounding: look at inference.dtype, model.compute_dtype, rollout.temperature "
+        "and what the server truncates; turnwise audit says whether the ids agree. algorithm.correction bounds the "
+        "harm"
+    )
+
+
+def entropy(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """A policy that always does the same learns nothing from comparing."""
+    found = metrics.get("train/entropy")
+    if found is None or found >= LEAST_ENTROPY:
+        return None
+    return (
+        f"the policy's entropy is {found:.2g} nats: it hardly tries anything else. If the reward is not what it should "
+        "be, raise algorithm.entropy_coef, rollout.temperature or algorithm.clip_high, or lower optim.lr"
+    )
+
+
+def clipped(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """A step whose tokens are mostly clipped goes too far."""
+    found = metrics.get("train/clip_fraction", 0.0)
+    if found <= MOST_CLIPPED:
+        return None
+    return (
+        f"{_share(found)} of tokens are clipped: updates of one step go too far. Lower optim.lr, algorithm.epochs or "
+        "algorithm.minibatches, or widen algorithm.clip_low and clip_high"
+    )
+
+
+def divergence(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """A policy that runs away within a step."""
+    found = metrics.get("train/approx_kl", 0.0)
+    if found <= MOST_KL:
+        return None
+    return (
+        f"within a step the policy moved by {found:.3g} nats (KL to the one that sampled): lower optim.lr or "
+        "optim.max_grad_norm, or take fewer algorithm.epochs and minibatches"
+    )
+
+
+_TRUNCATIONS: Final = {
+    "max_turns": "rollout.max_turns",
+    "max_tokens": "rollout.max_tokens_per_turn or rollout.max_total_tokens",
+    "context_overflow": "rollout.context_length or the model's context, or have the agent drop or summarise old turns",
+    "timeout": "rollout.episode_timeout, or find what is slow",
+}
+
+
+def truncated(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """Episodes that a limit ends were not judged by their end."""
+    ends = {name: metrics.get(f"stop/{name}", 0.0) for name in _TRUNCATIONS}
+    total = sum(ends.values())
+    if total <= MOST_TRUNCATED:
+        return None
+    worst = max(ends, key=lambda name: ends[name])
+    return (
+        f"{_share(total)} of trajectories ended at a limit, most of them ({_share(ends[worst])}) at {worst}: raise "
+        f"{_TRUNCATIONS[worst]}"
+    )
+
+
+def tool_errors(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """Calls that fail teach little about the task."""
+    rate, calls = metrics.get("tools/error_rate", 0.0), metrics.get("tools/calls", 0.0)
+    if rate <= MOST_TOOL_ERRORS or calls * metrics.get("batch/trajectories", 0.0) < _LEAST_CALLS:
+        return None
+    prefix = "tools/error_rate_by/"
+    by_tool = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    worst = max(by_tool, key=lambda name: by_tool[name], default="")
+    named = f" (the worst is {worst}: {_share(by_tool[worst])})" if worst else ""
+    return (
+        f"{_share(rate)} of tool calls were answered by an error{named}. turnwise view shows them; look at the tools' "
+        "descriptions and schemas, show calls in a warm start (turnwise sft), or use guided decoding"
+    )
+
+
+def failed(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """Episodes that the infrastructure ended are lost work."""
+    count, whole = metrics.get("batch/failed", 0.0), metrics.get("batch/trajectories", 0.0)
+    if not count or count <= MOST_FAILED * (count + whole):
+        return None
+    return (
+        f"{_share(count / (count + whole))} of trajectories ended in an error and are not trained: the errors stand in "
+        "trajectories.jsonl (turnwise view), those of servers in logs/"
+    )
+
+
+def cut(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """Tokens that no row had room for."""
+    lost, kept = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
+    if not lost or lost <= MOST_CUT * (lost + kept):
+        return None
+    return (
+        f"{_share(lost / (lost + kept))} of the tokens to train were cut off: raise batch.max_tokens_per_row, or have "
+        "agents keep their context shorter"
+    )
+
+
+def correction(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """A correction that throws most of a batch away."""
+    rejected, ess = metrics.get("correction/rejected", 0.0), metrics.get("correction/ess", 1.0)
+    if rejected <= MOST_REJECTED and ess >= LEAST_ESS:
+        return None
+    return (
+        f"algorithm.correction rejects {_share(rejected)} of tokens, and the importance weights are worth "
+        f"{_share(ess)} of the batch: trainer and server are too far apart to be corrected; find out why (gap/*, "
+        "diagnostics.jsonl) before anything else"
+    )
+
+
+def not_finite(metrics: Metrics, setting: Setting) -> str | None:  # noqa: ARG001 - rules have one signature
+    """Updates that were left out though there was something to learn."""
+    found = metrics.get("train/non_finite_updates", 0.0)
+    if not found:
+        return None
+    return (
+        f"{found:.0f} optimizer steps were left out because their gradient was not finite: lower optim.lr, set "
+        "optim.max_grad_norm, or look for rewards and log-probabilities that are far off"
+    )
+
+
+Rule: TypeAlias = Callable[[Metrics, Setting], "str | None"]
+
+RULES: Final[dict[str, Rule]] = {
+    "dead_groups": dead_groups,
+    "nothing_trained": nothing_trained,
+    "short": short,
+    "gap": gap,
+    "entropy": entropy,
+    "clipped": clipped,
+    "divergence": divergence,
+    "truncated": truncated,
+    "tool_errors": tool_errors,
+    "failed": failed,
+    "cut": cut,
+    "correction": correction,
+    "not_finite": not_finite,
+}
+"""The rules by name."""
+
+
+def find_warnings(metrics: Metrics, setting: Setting) -> list[Warned]:
+    """Return what the metrics of a step give reason to say, in the order of :data:`RULES`."""
+    found = ((name, rule(metrics, setting)) for name, rule in RULES.items())
+    return [Warned(name, text) for name, text in found if text is not None]
+
+
+class Warner:
+    """Says a warning when it is found first, and again each time twice as many steps have passed as at the last time.
+
+    Args:
+        quiet: How many steps a warning is silent after it was said first.
+    """
+
+    def __init__(self, quiet: int = 10) -> None:
+        self._quiet = quiet
+        self._next: dict[str, tuple[int, int]] = {}
+
+    def due(self, step: int, found: list[Warned]) -> list[Warned]:
+        """Return those of a step's warnings that are to be said now."""
+        said: list[Warned] = []
+        for each in found:
+            least, pause = self._next.get(each.name, (step, self._quiet))
+            if step >= least:
+                self._next[each.name] = (step + pause, pause * 2)
+                said.append(each)
+        return said
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
+
+
+# Estimators that compare nobody with the other members of a group.
+_NO_GROUPS: Final = frozenset(("gae", "reinforce_plus_plus", "remax"))
+
+
+class Diagnostics:
+    """The diagnostics of one run.
+
+    Args:
+        directory: The run's; ``diagnostics.jsonl`` in it has one JSON object a line: ``{"kind": "gap", "step": ...,
+            "turns": [...], "largest": [...]}`` (docs/metrics.md).
+        config: What the run was asked for.
+        renderer: Reads ids.
+    """
+
+    def __init__(self, directory: Path, config: TrainConfig, renderer: Renderer) -> None:
+        self._log = JSONLLogger(directory / "diagnostics.jsonl")
+        self._renderer = renderer
+        self._warner = Warner()
+        self._compares = config.algorithm.advantage not in _NO_GROUPS
+        model = config.policy.model
+        self._exact = model.compute_dtype == "float32" and is_float32(model.path, config.inference.dtype)
+
+    def step(
+        self, step: int, metrics: Mapping[str, float], gaps: Gaps, groups: Sequence[TrajectoryGroup]
+    ) -> list[Warned]:
+        """Write what was found in a step, and return the warnings that are to be said now.
+
+        Args:
+            step: The step.
+            metrics: What was logged of it.
+            gaps: Where trainer and server differ.
+            groups: Its trajectories.
+        """
+        words = ""
+        if gaps.turns:
+            named = {each.trajectory for each in gaps.largest}
+            held = {each.id: each for group in groups for each in group.trajectories if each.id in named}
+            record = gap_record(gaps, held, self._renderer)
+            self._log.log({"kind": "gap", "step": step, **record})
+            words = gap_words(record)
+        setting = Setting(exact=self._exact, compares=self._compares, worst_gap=words)
+        return self._warner.due(step, find_warnings(metrics, setting))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()

@@ -1,0 +1,1 @@
+"""A training run: its parts, its directory, checkpoints, hooks and budget."""

@@ -1,0 +1,404 @@
+"""Checkpoints on disk: whole or not there."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from safetensors import SafetensorError
+
+from turnwise.errors import CheckpointError
+from turnwise.trainer.config.train import BestConfig
+
+BEST = "best"
+"""The link to the best checkpoint, beside the checkpoints."""
+
+_FILE = "best.json"
+
+
+class Ratings:
+    """The figures of checkpoints, by step.
+
+    ``best.json`` holds ``{"metric": ..., "steps": {"10": 0.5}}``; figures of another metric than the configured one
+    are forgotten.
+
+    Args:
+        directory: Where the checkpoints lie.
+        config: Which figure, and how many remain.
+    """
+
+    def __init__(self, directory: Path, config: BestConfig) -> None:
+        self._directory = directory
+        self._config = config
+        self._steps: dict[int, float] | None = None
+
+    def note(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write down the figure of a step; none of it where there is none, whatever an earlier process found."""
+        known = {**self._known()}
+        value = figures.get(self._config.metric)
+        if value is None or not math.isfinite(value):
+            known.pop(step, None)
+        else:
+            known[step] = value
+        if known == self._known():
+            return
+        record = {"metric": self._config.metric, "steps": {str(each): known[each] for each in sorted(known)}}
+        draft = self._directory / f".{_FILE}.draft"
+        with draft.open("wb") as file:
+            file.write(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(self._directory / _FILE)
+        self._steps = known
+
+    def kept(self, steps: Collection[int]) -> list[int]:
+        """Return which of the steps that have a checkpoint remain for their figures, the best first; of equal ones the
+        newest.
+        """
+        known = self._known()
+        sign = 1 if self._config.mode == "max" else -1
+        rated = sorted((step for step in steps if step in known), key=lambda each: (sign * known[each], each))
+        return rated[::-1][: self._config.keep]
+
+    def improves(self, figures: Mapping[str, float], steps: Collection[int]) -> bool:
+        """Return whether a new checkpoint with these figures would be the best."""
+        value = figures.get(self._config.metric)
+        if value is None or not math.isfinite(value):
+            return False
+        best = [self._known()[step] for step in self.kept(steps)[:1]]
+        return not best or (value > best[0] if self._config.mode == "max" else value < best[0])
+
+    def link(self, steps: Collection[int]) -> None:
+        """Let ``best`` lead to the best checkpoint, from one moment to the next; remove it where there is none."""
+        link = self._directory / BEST
+        best = self.kept(steps)[:1]
+        if not best:
+            link.unlink(missing_ok=True)
+            return
+        target = f"step_{best[0]:06d}"
+        if link.is_symlink() and os.readlink(link) == target:
+            return
+        draft = self._directory / f".{BEST}.draft"
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(target)
+        draft.rename(link)
+
+    def _known(self) -> dict[int, float]:
+        if self._steps is None:
+            self._steps = self._read()
+        return self._steps
+
+    def _read(self) -> dict[int, float]:
+        file = self._directory / _FILE
+        if not file.is_file():
+            return {}
+        try:
+            record = orjson.loads(file.read_bytes())
+            if record["metric"] != self._config.metric:
+                return {}
+            return {int(step): float(value) for step, value in record["steps"].items()}
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{file} is malformed: {error!r}; remove it, and only later checkpoints have figures"
+            ) from error
+
+
+STATE_FILE = "trainer_state.json"
+SCHEMA_VERSION = 1
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """Where a run stands, beside weights and optimizer.
+
+    Attributes:
+        step: Train steps done.
+        epoch: How often the dataset was gone through.
+        position: Tasks taken from the current epoch.
+        tasks: Where the order of tasks stands, epoch and position included.
+        weight_version: Version of the weights on the inference server.
+        config_digest: Of the configuration that the run was started with.
+        metrics: The last ones logged.
+        spent: What the run has spent of its budget besides steps (``budget.py``).
+        rng: State of the random generators (:func:`capture_rng`).
+        kl_coef: Weight of the KL penalty in the next step, where there is one.
+        feed: Which groups were on their way besides (``Feed.state``).
+    """
+
+    step: int
+    epoch: int = 0
+    position: int = 0
+    tasks: dict[str, Any] = field(default_factory=dict)
+    weight_version: int = 0
+    config_digest: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
+    kl_coef: float | None = None
+    feed: list[dict[str, Any]] = field(default_factory=list)
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, directory: Path, *, keep: int | None = None, best: BestConfig | None = None) -> None:
+        """Open a directory of checkpoints; it is made by the first save.
+
+        Args:
+            directory: Where they lie.
+            keep: How many of the newest remain; None keeps all.
+            best: Which remain besides them.
+
+        Raises:
+            CheckpointError: ``keep`` is below 1.
+        """
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"checkpoint.keep is {keep}; at least 1 has to remain")
+        self.directory = directory
+        self.keep = keep
+        self._ratings = None if best is None else Ratings(directory, best)
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies."""
+        return self.directory / f"step_{step:06d}"
+
+    def save(
+        self, state: TrainerState, write: Callable[[Path], None], figures: Mapping[str, float] | None = None
+    ) -> Path:
+        """Write a checkpoint; a process killed meanwhile leaves the ones before untouched.
+
+        The files are written beside, forced to disk, and only then given their name.
+
+        Args:
+            state: Where the run stands.
+            write: Called with an empty directory, to write everything else.
+            figures: What is known of the weights by now, for ``best``.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        final = self.path(state.step)
+        draft = self.directory / f".draft-{final.name}-{os.getpid()}"
+        try:
+            self._clean()
+            draft.mkdir(parents=True)
+            # Before the checkpoint is there: a figure without a checkpoint does no harm, the reverse would be lost.
+            if self._ratings is not None:
+                self._ratings.note(state.step, figures or {})
+            write(draft)
+            # What belongs to the checkpoint, with sizes: a copy that lost a file is noticed when it is loaded.
+            files = {str(f.relative_to(draft)): f.stat().st_size for f in sorted(draft.rglob("*")) if f.is_file()}
+            record = {**asdict(state), "files": files, "schema_version": SCHEMA_VERSION}
+            (draft / STATE_FILE).write_bytes(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+            for file in draft.rglob("*"):
+                _sync(file)
+            _sync(draft)
+            replaced = self.directory / f".replaced-{final.name}"
+            if final.exists():
+                final.rename(replaced)
+            draft.rename(final)
+            _sync(self.directory)
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._prune()
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # Of a disk that is full torch and safetensors tell by errors of their own.
+            shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {final} cannot be written: {error}; the ones before are untouched: make room (or set "
+                "checkpoint.keep), and the same command goes on"
+            ) from error
+        except BaseException:  # also Ctrl-C: the draft is removed
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return final
+
+    def rate(self, step: int, figures: Mapping[str, float]) -> None:
+        """Note what was found of a checkpoint's weights after it was saved; nothing where there is no such checkpoint.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        if self._ratings is None or step not in self.steps():
+            return
+        try:
+            self._ratings.note(step, figures)
+            self._prune()
+        except OSError as error:
+            raise CheckpointError(f"the figures of {self.path(step)} cannot be written: {error}") from error
+
+    def improves(self, figures: Mapping[str, float]) -> bool:
+        """Return whether a checkpoint with these figures would be the best one."""
+        return self._ratings is not None and self._ratings.improves(figures, self.steps())
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a whole checkpoint, ascending. Changes nothing on disk."""
+        return [step for step in self._named() if (self.path(step) / STATE_FILE).is_file()]
+
+    def _named(self) -> list[int]:
+        """Return the steps of all directories that are called like a checkpoint, ascending."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint's directory, or None. For the process that goes on from it, not for readers:
+        what a killed process left half renamed is put in order first.
+        """
+        self._restore()
+        # Also one that lacks its state: nobody goes on from an older one without being told.
+        found = self._named()
+        return self.path(found[-1]) if found else None
+
+    def whole_before(self, broken: int) -> int | None:
+        """Return the step of the newest whole checkpoint before a step, or None."""
+        earlier = [step for step in self.steps() if step < broken]
+        for step in reversed(earlier):
+            with contextlib.suppress(CheckpointError):
+                load_state(self.path(step))
+                return step
+        return None
+
+    def tidy(self, *, after: int | None = None) -> None:
+        """Remove what killed processes left: drafts, and checkpoints beyond ``keep``. For the process that goes on.
+
+        Args:
+            after: Remove the checkpoints of later steps, too.
+        """
+        self._clean()
+        # The newest first: a kill in between leaves none that comes after one that is gone.
+        for step in reversed([] if after is None else [each for each in self._named() if each > after]):
+            self._remove(step)
+        self._prune()
+        if self._ratings is None:
+            # Of a process that was configured to keep the best: from now on nothing keeps what it leads to.
+            (self.directory / BEST).unlink(missing_ok=True)
+
+    def _prune(self) -> None:
+        steps = self.steps()
+        best = [] if self._ratings is None else self._ratings.kept(steps)
+        if self._ratings is not None:
+            self._ratings.link(steps)
+        if self.keep is not None:
+            for step in steps[: -self.keep]:
+                if step not in best:
+                    self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        # Renamed first: a kill in the middle of the removal leaves no half checkpoint, but what _clean removes.
+        removed = self.directory / f".draft-removed-{self.path(step).name}"
+        with contextlib.suppress(OSError):
+            self.path(step).rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def _clean(self) -> None:
+        """Remove drafts of processes that are gone, and what they had begun to remove."""
+        self._restore()
+        for draft in self.directory.glob(".draft-*"):
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _restore(self) -> None:
+        """Undo a replacement that a kill cut in two."""
+        for replaced in self.directory.glob(".replaced-*"):
+            final = self.directory / replaced.name.removeprefix(".replaced-")
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.rename(final)
+
+
+def load_state(directory: Path) -> TrainerState:
+    """Read where a run stood, and check that its checkpoint is whole.
+
+    Raises:
+        CheckpointError: There is no checkpoint, a file of it is missing or has another size, or the state is malformed.
+    """
+    file = directory / STATE_FILE
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {directory} lacks {STATE_FILE}")
+    try:
+        record = orjson.loads(file.read_bytes())
+        version = record.pop("schema_version")
+        files = record.pop("files")
+        if version != SCHEMA_VERSION:
+            raise CheckpointError(f"{file} has schema version {version}; this version reads {SCHEMA_VERSION}")
+        state = TrainerState(**record)
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is malformed: {error!r}") from error
+    for name, size in files.items():
+        part = directory / name
+        if not part.is_file():
+            raise CheckpointError(f"checkpoint {directory} lacks {name}")
+        if part.stat().st_size != size:
+            raise CheckpointError(f"{part} has {part.stat().st_size} bytes; {size} were saved")
+    return state
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of the process's random generators (Python, NumPy, torch) as JSON values."""
+    version, internal, gauss = random.getstate()
+    # legacy=False returns the state as a dictionary, whatever the generator is.
+    numpy_state: Any = np.random.get_state(legacy=False)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": {
+            "bit_generator": numpy_state["bit_generator"],
+            "key": [int(word) for word in numpy_state["state"]["key"]],
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": [_encode(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set the random generators to a state that :func:`capture_rng` returned.
+
+    Raises:
+        CheckpointError: The state is malformed.
+    """
+    try:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        saved = state["numpy"]
+        inner = {"key": np.array(saved["key"], np.uint32), "pos": saved["pos"]}
+        np.random.set_state({**saved, "state": inner})
+        torch.set_rng_state(_decode(state["torch"]))
+        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([_decode(each) for each in state["cuda"]])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the state of the random generators is malformed: {error!r}") from error
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), np.uint8).copy())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

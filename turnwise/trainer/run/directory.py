@@ -1,0 +1,388 @@
+"""The directory of a run: who may work in it, and what the processes that do so one after the other share."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import resource
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+
+from turnwise.append_file import writing
+from turnwise.chat.model_dir import trained_digest
+from turnwise.config import dump_config
+from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError
+from turnwise.evaluation.runner import load_eval_tasks
+from turnwise.gateway.frozen import load_renderers
+from turnwise.model.core import Renderer
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.managers import check_manager
+from turnwise.rollout.records import BatchWriter
+from turnwise.rollout.replay.setup import allowed_uses, check_replay
+from turnwise.tasks import Task
+from turnwise.trainer.algorithms.credit import load_credit
+from turnwise.trainer.config.train import CheckpointConfig, TrainConfig
+from turnwise.trainer.learn.distill import check_teacher
+from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.model.critic import Critic
+from turnwise.trainer.model.reference import KLGuard
+from turnwise.trainer.observe.loggers.core import LoggedRun
+from turnwise.trainer.observe.loggers.run_log import RunLog, check_loggers
+from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.observe.timeline import Timeline
+from turnwise.trainer.observe.warnings import Diagnostics
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state, restore_rng
+from turnwise.trainer.run.hooks import Hooks, load_hooks
+from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
+
+CHECKPOINTS = "checkpoints"
+
+# What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
+_FREE_SECTIONS = ("runs", "name", "steps", "budget", "eval", "checkpoint", "inference", "loggers", "custom")
+
+
+def config_digest(config: TrainConfig) -> str:
+    """Return a digest of the parts of a configuration that a resumed run must share."""
+    free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
+    kept = config.model_dump(mode="json", exclude={**free, "replay": {"memory_mb"}})
+    return hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+
+
+class RunDirectory:
+    """The directory of one run.
+
+    ``run.json`` holds ``id`` (tells it apart from others of its name), ``parts`` (how many processes worked in it),
+    ``config_digest``, ``first_eval``, ``wall_s`` and ``cpu_s``.
+
+    Attributes:
+        path: The directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path / "run.json"
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make the directory, and keep other processes out of it; a process that is killed lets go of it.
+
+        Raises:
+            TrainError: Another process works in it.
+        """
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TrainError(
+                    f"another process works on the run {self.path}: wait for it, end it, or choose another name"
+                ) from None
+            except OSError:
+                # A file system without locks: then nobody watches.
+                pass
+            yield
+        finally:
+            os.close(descriptor)
+            # Where nothing could be started nothing is left either.
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+    def resume_point(
+        self, store: CheckpointStore, digest: str, step: int | None = None
+    ) -> tuple[Path | None, TrainerState]:
+        """Return the checkpoint to go on from and where it stands; None and the beginning where there is none.
+
+        That is the newest one, or that of a step which the caller names. A broken one is never passed over in silence.
+
+        Raises:
+            CheckpointError: The run has another configuration, its checkpoint is not whole, or there is none of the
+                step; the message says which one is whole.
+            FormatError: ``run.json`` cannot be read.
+        """
+        self._check(self.path, self.read().get("config_digest", digest), digest)
+        latest = store.latest() if step is None else store.path(step)
+        if step is not None and step not in (there := store.steps()):
+            raise CheckpointError(
+                f"--resume-step is {step}, but {self.path} has no checkpoint of that step; it has "
+                f"{', '.join(map(str, there)) or 'none'}"
+            )
+        if latest is None:
+            return None, TrainerState(0)
+        with self.explaining(store, latest):
+            state = load_state(latest)
+        self._check(latest, state.config_digest, digest)
+        return latest, state
+
+    @contextlib.contextmanager
+    def explaining(self, store: CheckpointStore, checkpoint: Path | None) -> Iterator[None]:
+        """Add to an error of a checkpoint that cannot be gone on from what can be done; None changes nothing."""
+        try:
+            yield
+        except (CheckpointError, TrainError) as error:
+            if checkpoint is None:
+                raise
+            whole = store.whole_before(int(checkpoint.name.rpartition("_")[2]))
+            remedy = (
+                "no whole one is before it: put back what is missing, or start over with --fresh"
+                if whole is None
+                else f"the newest whole one before it is that of step {whole}: --resume-step {whole} goes on from it "
+                "and removes the later ones; or put back what is missing"
+            )
+            raise CheckpointError(f"{error}; {remedy}") from error
+
+    def check_removable(self, config: TrainConfig) -> None:
+        """Refuse to begin anew with a model that lies in what would be removed. Raises ConfigError."""
+        policy, kl = config.policy, config.algorithm.kl
+        named = {
+            "policies.main.model.path": policy.model.path,
+            "policies.main.model.lora.path": policy.model.lora and policy.model.lora.path,
+            "policies.main.critic.path": policy.critic and policy.critic.path,
+            "algorithm.kl.reference": kl and kl.reference,
+            **{f"rollout.frozen.{name}.model": frozen.model for name, frozen in config.rollout.frozen.items()},
+        }
+        for key, model in named.items():
+            if isinstance(model, Path) and self.path.resolve() in (model.resolve(), *model.resolve().parents):
+                raise ConfigError(
+                    f"{key} is {model}, inside the run {self.path} that --fresh would remove: choose another name, or "
+                    "copy the model elsewhere"
+                )
+
+    def begin(self, config: TrainConfig, digest: str, *, fresh: bool) -> int:
+        """Write the configuration down, without what an earlier run left if ``fresh``.
+
+        Returns:
+            How many processes worked in it before.
+        """
+        if fresh:
+            for entry in self.path.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+        with writing(self.path / "config.yaml"):
+            (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        known = self.read()
+        part = int(known.get("parts", 0))
+        self.note(id=known.get("id") or uuid.uuid4().hex[:12], parts=part + 1, config_digest=digest)
+        return part
+
+    def read(self) -> dict[str, Any]:
+        """Return what ``run.json`` holds; nothing where there is none.
+
+        Raises:
+            FormatError: It cannot be read.
+        """
+        if not self._file.exists():
+            return {}
+        try:
+            record: dict[str, Any] = orjson.loads(self._file.read_bytes())
+        except orjson.JSONDecodeError as error:
+            raise FormatError(f"{self._file} is not JSON: {error}") from error
+        return record
+
+    def note(self, **values: Any) -> None:
+        """Write values into ``run.json``, which is at any moment whole. Raises DiskError where the disk refuses."""
+        draft = self._file.with_suffix(".draft")
+        with writing(self._file):
+            draft.write_bytes(orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
+            draft.rename(self._file)
+
+    def spend(self, wall_s: float, cpu_s: float) -> None:
+        """Add what a process cost to what those before it did; one that was killed is missing."""
+        known = self.read()
+        self.note(wall_s=known.get("wall_s", 0.0) + wall_s, cpu_s=known.get("cpu_s", 0.0) + cpu_s)
+
+    def _check(self, what: Path, found: str, digest: str) -> None:
+        if found != digest:
+            raise CheckpointError(
+                f"{what} was trained with another configuration; resume it with the one in "
+                f"{self.path / 'config.yaml'}, choose another name, or start over with --fresh (only "
+                f"{', '.join(_FREE_SECTIONS)} and replay.memory_mb may differ)"
+            )
+
+
+def check_template(checkpoint: Path, renderer: Renderer) -> None:
+    """See that a run goes on with the chat template that it was trained with.
+
+    Args:
+        checkpoint: The one that it goes on from.
+        renderer: What it would go on with.
+
+    Raises:
+        CheckpointError: It was trained with another one.
+    """
+    trained, now = trained_digest(checkpoint), renderer.describe().get("template")
+    if trained is not None and trained != now:
+        raise CheckpointError(
+            f"{checkpoint} was trained with another chat template (SHA-256 {trained[:12]}...) than the run would go on "
+            f"with ({str(now)[:12]}...): make renderer.chat_template, or the template of policies.main.model.path, the "
+            f"one that is saved as {checkpoint / 'chat_template.jinja'}; or choose another name, or start over with "
+            "--fresh"
+        )
+
+
+def open_store(run: Path, config: CheckpointConfig) -> CheckpointStore:
+    """Return the checkpoints of a run, kept as its configuration says.
+
+    Raises:
+        ConfigError: Nothing logs the metric that decides which one is the best.
+    """
+    if config.best is not None and not config.best.metric.startswith("eval/") and meaning(config.best.metric) is None:
+        raise ConfigError(
+            f"checkpoint.best.metric is {config.best.metric!r}, which nothing logs: name a metric of docs/metrics.md, "
+            "or eval/sampled or eval/greedy"
+        )
+    return CheckpointStore(run / CHECKPOINTS, keep=config.keep, best=config.best)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of all its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+CRITIC = "critic"
+"""Where a checkpoint holds the critic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run begins or goes on with."""
+
+    store: CheckpointStore
+    state: TrainerState
+    renderer: Renderer
+    tasks: TaskStream
+    eval_tasks: list[Task]
+    learner: Learner
+    kl: KLGuard | None
+    critic: Critic | None
+    frozen: dict[str, Renderer]
+    began: float
+    hooks: list[type[Hooks]]
+
+
+async def read_start(
+    config: TrainConfig, home: RunDirectory, console: Console, *, fresh: bool, resume_step: int | None
+) -> Start:
+    """Read everything that can be wrong; change nothing."""
+    began = time.monotonic()
+    check_manager(config.rollout, config.custom)
+    check_replay(config.replay, config.replay_facts)
+    load_credit(config.algorithm.credit)
+    check_loggers(config.loggers)
+    hooks = load_hooks(config.hooks)
+    digest = config_digest(config)
+    store = open_store(home.path, config.checkpoint)
+    if fresh:
+        home.check_removable(config)
+        latest, state = None, TrainerState(0)
+    else:
+        latest, state = home.resume_point(store, digest, resume_step)
+    state.config_digest = digest
+    policy = config.policy
+    renderer = config.renderer.load(policy.model.path)
+    console.print(f"chat format: {renderer.describe()['format']} ({renderer.describe()['proof']})", highlight=False)
+    if latest is not None:
+        check_template(latest, renderer)
+    frozen = load_renderers(config.rollout.frozen, Path(policy.model.path), config.renderer)
+    check_teacher(config.algorithm.distill, config.rollout.frozen, Path(policy.model.path))
+    tasks, reports = await open_tasks(config, renderer, state)
+    eval_tasks: list[Task] = []
+    if config.eval is not None:
+        held_out = await load_eval_tasks(config.eval, config.rollout, renderer)
+        eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
+    for report in reports:
+        console.print(f"tasks: {report}", highlight=False, markup=False)
+    with home.explaining(store, latest):
+        learner = open_learner(policy, config.optimizer_steps, model_path=latest)
+        guard = KLGuard.open(config, learner, state.kl_coef)
+        critic = Critic.create(policy, learner, config.critic_steps, directory=latest and latest / CRITIC)
+        if latest is not None:
+            learner.load(latest)
+            restore_rng(state.rng)
+            console.print(f"resuming {home.path} at step {state.step}", highlight=False)
+    return Start(store, state, renderer, tasks, eval_tasks, learner, guard, critic, frozen, began, hooks)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What a run writes down, file by file.
+
+    Attributes:
+        journal: What episodes left, and which of it was trained.
+        batches: What was trained.
+        metrics: The log.
+        diagnostics: What is found besides metrics.
+        timeline: What ran when.
+    """
+
+    journal: Journal
+    batches: BatchWriter
+    metrics: RunLog
+    diagnostics: Diagnostics
+    timeline: Timeline
+
+
+def open_files(
+    config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
+) -> RunFiles:
+    """Open the files of a run; ``stack`` closes them.
+
+    Args:
+        config: What was asked for.
+        directory: The run directory.
+        start: What the run begins or goes on with.
+        part: Number of this process among those that work on the run.
+        console: Where a logger that fails is told of, and what a killed process left that is not whole.
+        stack: Closes them.
+    """
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    cut, after = config.batch.max_tokens_per_row, start.state.step
+    uses = allowed_uses(config.replay, config.replay_facts)
+    logged = LoggedRun(
+        config.name, RunDirectory(directory).read()["id"], directory, config.model_dump(mode="json"), after
+    )
+    files = RunFiles(
+        Journal.open(directory, part=part, after_step=after, max_uses=uses, say=say),
+        BatchWriter(directory / "batches.jsonl", part=part, after_step=after, max_tokens=cut),
+        RunLog.open(logged, config.loggers, console, part=part),
+        Diagnostics(directory, config, start.renderer),
+        Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
+    )
+    for each in (files.journal, files.batches, files.metrics, files.diagnostics, files.timeline):
+        stack.callback(each.close)
+    return files
+
+
+def at_exit(stack: contextlib.AsyncExitStack, act: Callable[[], object]) -> None:
+    """Have something written on the way out. What a full disk says there is left out where it ended the run: the first
+    error tells it. Another error that ended it is told with what cannot be written.
+    """
+
+    def leave(kind: object, error: BaseException | None, trace: object) -> None:
+        del kind, trace
+        try:
+            act()
+        except (CheckpointError, DiskError) as refused:
+            if isinstance(error, (CheckpointError, DiskError)):
+                return
+            if isinstance(error, Exception):
+                said = f"the run ended with {type(error).__name__}: {error}; besides, {refused}"
+                raise type(refused)(said) from error
+            raise
+
+    stack.push(leave)

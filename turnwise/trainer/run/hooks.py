@@ -1,0 +1,392 @@
+"""Code of the user's that runs at named moments of a training run."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Protocol, TypeAlias
+
+from pydantic import BeforeValidator
+
+from turnwise.config import ConfigReference
+from turnwise.errors import ConfigError, TrainError, shown
+from turnwise.evaluation.metrics import EvalResult
+from turnwise.plugins import load_class_from_fqn
+from turnwise.trajectory import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from turnwise.rollout.core import ReplayBuffer
+    from turnwise.trainer.config.train import TrainConfig
+    from turnwise.trainer.run.run import TrainRun
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+HookNames: TypeAlias = Annotated[tuple[ConfigReference, ...], BeforeValidator(_listed)]
+"""What ``hooks`` takes in a configuration: one reference, or several."""
+
+Done: TypeAlias = Awaitable[None] | None
+
+
+class Verbs(Protocol):
+    """What hooks may ask of the run."""
+
+    def request(self, groups: int) -> None:
+        """Have further groups rolled out."""
+
+    def drop(self, group: TrajectoryGroup, why: str) -> None:
+        """Leave a group of the batch out."""
+
+    def stop(self, hook: Hooks, why: str) -> None:
+        """End the run after this step."""
+
+
+class Hooks:
+    """Subclass it, define the hooks that you need (``def`` or ``async def``, without arguments), and name the class:
+    ``hooks: my_hooks.py:MyHooks``. It is made without arguments when the run starts.
+
+    What stands below is on ``self`` from ``on_init_end`` on (docs/extending.md).
+
+    Attributes:
+        global_steps: The step that is under way; between steps the one that is done. 0 before the first.
+        config: What the run was asked for; ``config.custom`` is free.
+        replay_buffer: Where finished groups wait.
+        timing_raw: Seconds by part of this step, as far as it has come.
+        metrics: Figures of this step. What is added is logged with them.
+        batch: The groups of the step, from ``on_sample_end`` on. There it may be changed; what is trained is what it
+            holds then.
+        partition: ``train``, or ``val`` from ``on_validate_begin`` to ``on_validate_end``.
+        evaluation: What the last evaluation found.
+        error: In ``on_train_end``: what ended the run; None where it ended in order.
+        max_refills: How often a batch of which :meth:`drop` took groups is filled again in one step.
+    """
+
+    max_refills: ClassVar[int] = 10
+
+    global_steps: int
+    config: TrainConfig
+    replay_buffer: ReplayBuffer
+    timing_raw: dict[str, float]
+    metrics: dict[str, float]
+    batch: list[TrajectoryGroup]
+    partition: str
+    evaluation: EvalResult | None
+    error: BaseException | None
+    verbs: Verbs
+
+    def on_init_end(self) -> Done:
+        """The run is put together and its servers have the weights; also in a run that goes on."""
+
+    def on_train_begin(self) -> Done:
+        """The first evaluation is done, the first step comes."""
+
+    def on_train_end(self) -> Done:
+        """Nothing follows: after the last evaluation, and after whatever else ended the run (``self.error``)."""
+
+    def on_validate_begin(self) -> Done:
+        """An evaluation begins."""
+
+    def on_validate_end(self) -> Done:
+        """It is done: ``self.evaluation``."""
+
+    def on_step_begin(self) -> Done:
+        """A train step begins."""
+
+    def on_step_end(self) -> Done:
+        """Its weights are on the servers; ``self.metrics`` is logged after this."""
+
+    def on_sample_begin(self) -> Done:
+        """The step waits for groups from here on."""
+
+    def on_sample_end(self) -> Done:
+        """The groups are there: ``self.batch``."""
+
+    def request(self, groups: int) -> None:
+        """Have so many more groups rolled out than the run asks for by itself: over-sampling. They are asked for when
+        the run next waits for groups, after ``on_sample_begin``.
+        """
+        self.verbs.request(groups)
+
+    def drop(self, group: TrajectoryGroup, why: str) -> None:
+        """Leave a group of ``self.batch`` out, in ``on_sample_end``. It is counted under ``replay/dropped/WHY``, and
+        another one is rolled out in its place.
+        """
+        self.verbs.drop(group, why)
+
+    def stop(self, why: str) -> None:
+        """End the run in order after this step."""
+        self.verbs.stop(self, why)
+
+
+Call: TypeAlias = Callable[[Hooks], Any]
+
+CALLS: Final[dict[str, Call]] = {
+    "on_init_end": lambda hooks: hooks.on_init_end(),
+    "on_train_begin": lambda hooks: hooks.on_train_begin(),
+    "on_train_end": lambda hooks: hooks.on_train_end(),
+    "on_validate_begin": lambda hooks: hooks.on_validate_begin(),
+    "on_validate_end": lambda hooks: hooks.on_validate_end(),
+    "on_step_begin": lambda hooks: hooks.on_step_begin(),
+    "on_step_end": lambda hooks: hooks.on_step_end(),
+    "on_sample_begin": lambda hooks: hooks.on_sample_begin(),
+    "on_sample_end": lambda hooks: hooks.on_sample_end(),
+}
+"""How each hook is called, by its name."""
+
+
+def load_hooks(references: Sequence[str]) -> list[type[Hooks]]:
+    """Return the classes that a configuration names, in its order.
+
+    Raises:
+        ConfigError: One cannot be found, is no subclass of :class:`Hooks`, cannot be made without arguments, has a hook
+            that takes arguments, or a method that is called like a hook and is none.
+    """
+    return [_checked(load_class_from_fqn(each, "hooks"), each) for each in references]
+
+
+def _checked(cls: type[Any], reference: str) -> type[Hooks]:
+    if not issubclass(cls, Hooks):
+        raise ConfigError(f"hooks {reference!r} is no subclass of turnwise.Hooks: write class {cls.__name__}(Hooks)")
+    methods = {name: each for name, each in inspect.getmembers(cls, inspect.isroutine) if name.startswith("on_")}
+    for name, method in methods.items():
+        if name not in CALLS:
+            close = difflib.get_close_matches(name, CALLS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"hooks are {', '.join(CALLS)}"
+            raise ConfigError(f"hooks {reference!r} has {name}, which is no hook; {hint}")
+        _check_callable(method, (None,), f"hooks {reference!r}: {name} must be callable as {name}(self)")
+    _check_callable(cls, (), f"hooks {reference!r}: the class must be callable without arguments (use config.custom)")
+    return cls
+
+
+def _check_callable(function: Callable[..., Any], arguments: tuple[None, ...], what: str) -> None:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+STOPPED: Final = "hook"
+"""What ended a run that a hook stopped."""
+
+
+class HookCalls:
+    """Calls the hooks of a run, in the order in which they are configured.
+
+    Attributes:
+        stopped: Which hook stopped the run, and why; None while it goes on.
+        timing_raw: Seconds by part of the step.
+        refills: Groups that the hooks dropped out of the batch, since :meth:`sample_begin`.
+        dropped: The groups that they dropped in this step, by why.
+    """
+
+    def __init__(self, hooks: Sequence[Hooks] = (), run: TrainRun | None = None) -> None:
+        self._hooks = list(hooks)
+        self._run = run
+        self._step: int | None = None
+        self._may_drop = False
+        self._metrics: dict[str, float] = {}
+        self._batch: list[TrajectoryGroup] = []
+        self._gone: list[TrajectoryGroup] = []
+        self._evaluation: EvalResult | None = None
+        self._error: BaseException | None = None
+        self.timing_raw: dict[str, float] = {}
+        self.stopped: str | None = None
+        self.refills = 0
+        self._requested = 0
+        self.dropped: Counter[str] = Counter()
+
+    @classmethod
+    def open(cls, classes: Sequence[type[Hooks]], run: TrainRun) -> HookCalls:
+        """Make the hooks of a run.
+
+        Raises:
+            TrainError: A constructor raised.
+        """
+        made: list[Hooks] = []
+        for each in classes:
+            try:
+                made.append(each())
+            except Exception as error:  # a user's hook: what it raises is named as its own
+                raise TrainError(_said(each, "__init__", error)) from error
+        return cls(made, run)
+
+    @property
+    def max_refills(self) -> int:
+        """How often a step fills its batch again."""
+        return max((each.max_refills for each in self._hooks), default=0)
+
+    async def init_end(self) -> None:
+        """Call ``on_init_end``."""
+        await self._call("on_init_end")
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Call ``on_train_begin`` before, and ``on_train_end`` after it, whatever ended it."""
+        try:
+            await self._call("on_train_begin")
+            yield
+        except BaseException as error:  # whatever ends the run is shown to the hooks first
+            self._error = error
+            for text in await self._end():
+                # What ended the run is what its caller is told; this must not hide it.
+                self._say(f"warning: {text}")
+            raise
+        wrong = await self._end()
+        for text in wrong[1:]:
+            self._say(f"warning: {text}")
+        if wrong:
+            raise TrainError(wrong[0])
+
+    async def validate_begin(self) -> None:
+        """Call ``on_validate_begin``."""
+        await self._call("on_validate_begin", partition="val")
+
+    async def validate_end(self, result: EvalResult) -> None:
+        """Call ``on_validate_end``."""
+        self._evaluation = result
+        await self._call("on_validate_end", partition="val")
+
+    async def step_begin(self) -> None:
+        """Call ``on_step_begin``, once in a step."""
+        if self._hooks and self._step is None:
+            self._step = self._of_run().state.step + 1
+            self.timing_raw = {}
+            self.dropped.clear()
+            await self._call("on_step_begin")
+
+    async def step_end(self, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Call ``on_step_end`` and return what is logged.
+
+        Args:
+            metrics: What the step measured.
+            groups: What it trained.
+
+        Raises:
+            TrainError: A hook raised, or added what is no number; the metrics of the step are logged all the same.
+        """
+        if not self._hooks:
+            return dict(metrics)
+        self._batch = list(groups)
+        self._metrics.update({name: value for name, value in metrics.items() if name not in self._metrics})
+        times = {name: value for name, value in metrics.items() if name.startswith("time/") and name.endswith("_s")}
+        self.timing_raw.update({name.removeprefix("time/"): value for name, value in times.items()})
+        await self._call("on_step_end")
+        self._step = None
+        logged, self._metrics, self._batch = self._metrics, {}, []
+        for name, value in logged.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TrainError(f"a hook set metrics[{name!r}] to {shown(value)}: a number can be logged")
+        return logged
+
+    async def sample_begin(self) -> None:
+        """Call ``on_sample_begin``, and ask for the groups that hooks requested."""
+        self.refills = 0
+        await self._call("on_sample_begin")
+        # Only now: what a step asks for of its own accord takes into account what is on its way.
+        if self._requested:
+            feed, groups = self._of_run().feed, self._requested
+            self._requested = 0
+            feed.issue(feed.next(groups))
+
+    async def sample_end(self, batch: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Call ``on_sample_end`` and return what the hooks left of the batch."""
+        if not self._hooks:
+            return batch
+        self._batch, self._may_drop = batch, True
+        try:
+            await self._call("on_sample_end")
+        finally:
+            self._may_drop = False
+        return self._batch
+
+    def request(self, groups: int) -> None:
+        """Have further groups rolled out."""
+        if groups < 1:
+            raise TrainError(f"request({groups}): at least 1 group can be asked for")
+        self._requested += groups
+
+    def drop(self, group: TrajectoryGroup, why: str) -> None:
+        """Leave a group out of the batch, and have it replaced."""
+        if not self._may_drop:
+            raise TrainError(f"drop({group.id!r}) was called outside of on_sample_end: only there a batch may change")
+        if not any(each is group for each in self._batch) or any(each is group for each in self._gone):
+            raise TrainError(f"drop({group.id!r}): self.batch holds no such group, or no more")
+        # It leaves the list when the hook has returned, which may be going through it.
+        self._gone.append(group)
+        self.refills += 1
+        self.dropped[why] += 1
+
+    def stop(self, hook: Hooks, why: str) -> None:
+        """End the run after this step."""
+        self.stopped = self.stopped or f"{type(hook).__name__} stopped the run: {why}"
+
+    async def _end(self) -> list[str]:
+        """Call all ``on_train_end``; return what went wrong in them."""
+        wrong: list[str] = []
+        for hook in self._hooks:
+            try:
+                await self._one(hook, "on_train_end", "train")
+            except TrainError as error:
+                wrong.append(str(error))
+        return wrong
+
+    async def _call(self, name: str, *, partition: str = "train") -> None:
+        for hook in self._hooks:
+            await self._one(hook, name, partition)
+
+    async def _one(self, hook: Hooks, name: str, partition: str) -> None:
+        run = self._of_run()
+        hook.verbs = self
+        hook.global_steps = run.state.step if self._step is None else self._step
+        hook.config, hook.replay_buffer, hook.partition = run.config, run.buffer, partition
+        hook.timing_raw, hook.metrics, hook.batch = self.timing_raw, self._metrics, self._batch
+        hook.evaluation, hook.error = self._evaluation, self._error
+        try:
+            found = CALLS[name](hook)
+            if inspect.isawaitable(found):
+                await found
+        except Exception as error:  # a user's hook: what it raises is named as its own
+            raise TrainError(_said(type(hook), name, error)) from error
+        # A hook may have put others in their place.
+        self._metrics = hook.metrics
+        if self._may_drop:
+            self._batch = [each for each in _groups(hook) if not any(each is gone for gone in self._gone)]
+            self._gone = []
+
+    def _of_run(self) -> TrainRun:
+        assert self._run is not None, "hooks belong to a run"
+        return self._run
+
+    def _say(self, text: str) -> None:
+        self._of_run().display.say(text)
+
+
+def _groups(hook: Hooks) -> list[TrajectoryGroup]:
+    batch = hook.batch
+    if not isinstance(batch, list) or not all(isinstance(each, TrajectoryGroup) for each in batch):
+        what = f"hook {type(hook).__name__}.on_sample_end left {shown(batch)} in self.batch"
+        raise TrainError(f"{what}: it must be a list of TrajectoryGroup")
+    return batch
+
+
+def _said(cls: type[Hooks], name: str, error: Exception) -> str:
+    """Return which hook raised what, and where in its file."""
+    home = _file_of(cls)
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if home is not None and Path(frame.filename) == home] or frames[-1:]
+    place = f" at {mine[-1].filename}:{mine[-1].lineno}" if mine else ""
+    return f"hook {cls.__name__}.{name} raised {type(error).__name__}{place}: {error}"
+
+
+def _file_of(cls: type[Hooks]) -> Path | None:
+    try:
+        return Path(inspect.getfile(cls))
+    except (OSError, TypeError):
+        return None

@@ -1,0 +1,378 @@
+"""``turnwise train --dry-run``: everything that a run reads is read and checked, and the plan is told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from turnwise.chat.model_dir import check_words
+from turnwise.engine.lora import model_under
+from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.wrappers import wrap
+from turnwise.errors import CheckpointError, ConfigError, EnvError, TurnwiseError
+from turnwise.gateway.frozen import load_renderers
+from turnwise.model.canonical import canonical_messages
+from turnwise.model.core import Renderer
+from turnwise.rollout.agents import AgentTable
+from turnwise.rollout.group_reward import GroupRewarder
+from turnwise.rollout.managers import check_manager
+from turnwise.rollout.preflight import PromptLimit, check_specs, hold_to_tools, made_env, task_source
+from turnwise.sandboxes.config import SandboxConfig
+from turnwise.sandboxes.manager import SandboxManager
+from turnwise.tasks import SourceReport, Task, load_mix, open_order
+from turnwise.tools.core import Tool
+from turnwise.tools.loading import Toolbox
+from turnwise.tools.response import check_media
+from turnwise.trainer.algorithms.credit import load_credit
+from turnwise.trainer.config.train import PolicyConfig, TrainConfig
+from turnwise.trainer.learn.distill import check_teacher
+from turnwise.trainer.learn.torch_learner import pick_device
+from turnwise.trainer.model.lora import LoRAConfig
+from turnwise.trainer.model.policy import try_adapters
+from turnwise.trainer.model.reference import reference_path
+from turnwise.trainer.observe.loggers.run_log import check_loggers
+from turnwise.trainer.run.budget import Budget
+from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template, config_digest
+from turnwise.trainer.run.hooks import load_hooks
+
+RESET_TIMEOUT = 60.0
+"""Seconds that an environment may take to begin an episode."""
+
+_EPISODES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What one check found.
+
+    Attributes:
+        name: What was looked at.
+        found: What is there, or what is wrong and what to do about it.
+        outcome: ``ok``, ``failed``, or ``not run``: what it needs is what another check failed to find.
+    """
+
+    name: str
+    found: str
+    outcome: Literal["ok", "failed", "not run"] = "ok"
+
+
+@dataclass(slots=True)
+class DryRun:
+    """What a run would begin with.
+
+    Attributes:
+        checks: In order.
+        plan: What would be done, line by line.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    plan: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run could start."""
+        return all(check.outcome == "ok" for check in self.checks)
+
+
+async def dry_run(config: TrainConfig, *, fresh: bool = False) -> DryRun:
+    """Check what a run of this configuration would read, and begin an episode of each of its first tasks.
+
+    Args:
+        config: What the run would do.
+        fresh: Whether it would remove an earlier run of this name.
+
+    Returns:
+        The checks. Nothing is raised for what is wrong.
+    """
+    checker = _Checker(config)
+    await checker.run("run directory", checker.directory(fresh))
+    await checker.run("model", checker.model())
+    if (lora := config.policy.model.lora) is not None:
+        await checker.run("adapters", _adapters(config.policy.model.path, lora))
+    if config.policy.critic is not None:
+        await checker.run("critic", _critic(config.policy))
+    await checker.run("devices", checker.devices())
+    await checker.run("chat format", checker.chat_format())
+    await checker.run("tasks", checker.tasks())
+    if config.eval is not None:
+        await checker.run("held-out tasks", checker.eval_tasks())
+    sandboxes = SandboxManager(config.rollout.sandbox.model_copy(update={"prewarm": 0}))
+    try:
+        if config.rollout.sandbox != SandboxConfig():
+            await checker.run("sandboxes", _sandboxes(sandboxes))
+        async with Toolbox(config.rollout.env.tools) as toolbox:
+            await checker.run("tools", checker.tools(toolbox))
+            await checker.run("episodes", checker.episodes(sandboxes))
+    finally:
+        await sandboxes.close()
+    await checker.run("agent", checker.agent())
+    if config.loggers:
+        await checker.run("loggers", _loggers(config))
+    if config.rollout.env.wrappers:
+        await checker.run("wrappers", checker.wrappers())
+    if config.rollout.group_reward is not None:
+        await checker.run("group reward", checker.group_reward())
+    if config.hooks:
+        await checker.run("hooks", _hooks(config))
+    return DryRun(checker.checks, list(_plan(config)))
+
+
+async def _hooks(config: TrainConfig) -> str:
+    return ", ".join(each.__qualname__ for each in load_hooks(config.hooks))
+
+
+class _Wanting(TurnwiseError):
+    """What a check needs, another one did not find."""
+
+
+class _Checker:
+    """The checks, and what one hands on to the next."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self.checks: list[Check] = []
+        self._context: int | None = config.rollout.context_length
+        self._has_model = False
+        self._renderer: Renderer | None = None
+        self._first: list[Task] = []
+        self._loaded: list[Tool] | None = None
+        self._resumed: Path | None = None
+
+    async def run(self, name: str, check: Awaitable[str]) -> None:
+        """Note what a check returns, or the error that it ends in."""
+        try:
+            self.checks.append(Check(name, await check))
+        except _Wanting as error:
+            self.checks.append(Check(name, str(error), "not run"))
+        except TurnwiseError as error:
+            self.checks.append(Check(name, str(error), "failed"))
+
+    async def directory(self, fresh: bool) -> str:
+        config, home = self._config, RunDirectory(self._config.runs / self._config.name)
+        if fresh:
+            home.check_removable(config)
+            return f"{home.path}: {'an earlier run there is removed' if home.path.exists() else 'a new run'}"
+        store = CheckpointStore(home.path / CHECKPOINTS)
+        steps = store.steps()
+        if home.read().get("config_digest", digest := config_digest(config)) != digest:
+            raise CheckpointError(
+                f"{home.path} holds a run of another configuration: choose another name, resume it with its own "
+                "config.yaml, or start over with --fresh"
+            )
+        self._resumed = store.path(steps[-1]) if steps else None
+        return f"{home.path}: {f'goes on after step {steps[-1]}' if steps else 'a new run'}"
+
+    async def model(self) -> str:
+        path = self._config.policy.model.path
+        settings = _model_settings(model_under(path), f"policies.main.model.path is {path}")
+        limits = [self._context, self._config.inference.max_context, settings.get("max_position_embeddings")]
+        known = [limit for limit in limits if type(limit) is int]
+        self._context = min(known, default=None)
+        self._has_model = True
+        names = ", ".join(settings.get("architectures") or ["unknown architecture"])
+        kl = self._config.algorithm.kl
+        held = "" if kl is None else f", held to {reference_path(kl, self._config.policy.model)}"
+        return f"{path}: {names}, context {self._context or 'unknown'}{held}"
+
+    async def devices(self) -> str:
+        trainer, server = self._config.policy.model.device, self._config.inference.device
+        found = pick_device(trainer), pick_device(server)
+        return f"trains on {found[0]}, samples on {found[1]}"
+
+    async def chat_format(self) -> str:
+        if not self._has_model:
+            raise _Wanting("wants a model")
+        path = self._config.policy.model.path
+        self._renderer = self._config.renderer.load(path)
+        if self._resumed is not None:
+            check_template(self._resumed, self._renderer)
+        # Whether the endpoints of frozen policies answer is known when the run starts.
+        frozen = load_renderers(self._config.rollout.frozen, path, self._config.renderer)
+        check_teacher(self._config.algorithm.distill, self._config.rollout.frozen, path)
+        others = [f"{renderer.describe()['format']} of {name}" for name, renderer in frozen.items()]
+        return ", ".join([str(self._renderer.describe()["format"]), *others])
+
+    async def tasks(self) -> str:
+        config = self._config
+        order, reports = open_order(
+            task_source(config.tasks, config.rollout, "tasks"),
+            seed=config.seed,
+            shuffle=config.shuffle,
+            limit=config.task_limit,
+            keep=await self._limit(config.max_prompt_tokens),
+            curriculum=config.curriculum,
+        )
+        await check_specs(order.ahead(), config.rollout)
+        self._first = list(itertools.islice(order.ahead(), _EPISODES)) or [order.next()[0]]
+        return _counted(reports)
+
+    async def eval_tasks(self) -> str:
+        plan = self._config.eval
+        if plan is None:
+            return "none"
+        source = task_source(plan.tasks, self._config.rollout, "eval.tasks")
+        held_out = load_mix(source, limit=plan.limit, keep=await self._limit(plan.max_prompt_tokens))
+        await check_specs(held_out.tasks, self._config.rollout)
+        self._first += held_out.tasks[:_EPISODES]
+        return _counted(held_out.reports)
+
+    async def _limit(self, most: int | None) -> PromptLimit | None:
+        if self._renderer is None:
+            return None
+        return await PromptLimit.create(most, self._renderer, self._config.rollout)
+
+    async def tools(self, toolbox: Toolbox) -> str:
+        self._loaded = list(await toolbox.tools())
+        return ", ".join(tool.name for tool in self._loaded) or "none beside the environment's own"
+
+    async def episodes(self, sandboxes: SandboxManager) -> str:
+        """Begin an episode of each first task: what the environment is made of and resets to is known then only."""
+        if not self._first or self._loaded is None:
+            raise _Wanting("want tasks" if self._loaded is not None else "want the configured tools")
+        names: dict[str, None] = {}
+        most = 0
+        for task in self._first:
+            env = made_env(task, self._config.rollout)
+            env.sandboxes = sandboxes
+            try:
+                most = max(most, await self._begin(env, task))
+                names |= dict.fromkeys(schema.name for schema in schemas(env))
+            finally:
+                await invoke(env, "close")
+        said = f"{len(self._first)} begun; the model may call {', '.join(names) or 'nothing'}"
+        if self._renderer is None:
+            return f"{said}; prompts were not counted, for want of a chat format"
+        room = f" of {self._context}" if self._context else ""
+        if self._context is not None and most >= self._context:
+            raise EnvError(f"a prompt takes {most}{room} tokens of the context: nothing is left to answer in")
+        return f"{said}; the longest prompt takes {most}{room} tokens"
+
+    async def _begin(self, env: Env, task: Task) -> int:
+        """Reset an environment; return how many tokens the first prompt has, as far as that is known."""
+        name = task.env or self._config.rollout.env.name
+        if name == self._config.rollout.env.name and self._loaded:
+            env.add_tools(self._loaded)
+        try:
+            async with asyncio.timeout(RESET_TIMEOUT):
+                messages, _ = await invoke(env, "reset", task, seed=0)
+        except TimeoutError as error:
+            raise EnvError(
+                f"environment {name!r} did not reset within {RESET_TIMEOUT:g} s (task {task.id!r})"
+            ) from error
+        if self._renderer is None:
+            return 0
+        check_media(name, env.toolset(), self._renderer.media)
+        if self._offers_tools(task):
+            hold_to_tools(name, messages, schemas(env), self._renderer)
+        return len(self._renderer.render(canonical_messages(messages), schemas(env)))
+
+    def _offers_tools(self, task: Task) -> bool:
+        try:
+            return AgentTable(self._config.rollout).of(task).offers_tools
+        except TurnwiseError:
+            # The check of the agent says why there is none.
+            return False
+
+    async def agent(self) -> str:
+        agents = AgentTable(self._config.rollout)
+        agents.own()
+        agents.check()
+        name = self._config.rollout.agent.name
+        load_credit(self._config.algorithm.credit)
+        manager = check_manager(self._config.rollout, self._config.custom)
+        return name if manager is None else f"{name}, rolled out by {manager.__qualname__}"
+
+    async def wrappers(self) -> str:
+        # Around an environment of no episode: one that resets may write what it records.
+        env = Env()
+        for wrapper in self._config.rollout.env.wrappers:
+            env = wrap(env, wrapper.name, **wrapper.config)
+        return ", ".join(wrapper.name for wrapper in self._config.rollout.env.wrappers)
+
+    async def group_reward(self) -> str:
+        config = self._config.rollout.group_reward
+        if config is None:
+            return "none"
+        GroupRewarder(config, write=None, save_messages=False, executor=None)
+        return config.function
+
+
+async def _sandboxes(manager: SandboxManager) -> str:
+    found = await manager.probe()
+    return "; ".join((f"{manager.config.name}, held back by {found.isolation}", *found.notes))
+
+
+async def _adapters(path: Path, lora: LoRAConfig) -> str:
+    info = try_adapters(path, lora)
+    kinds = sorted({target.rpartition(".")[2] for target in info.targets})
+    begin = "new" if lora.path is None else str(lora.path)
+    return f"{begin}, of rank {info.rank} on {len(info.targets)} matrices ({', '.join(kinds)})"
+
+
+async def _loggers(config: TrainConfig) -> str:
+    check_loggers(config.loggers)
+    return ", ".join(each.name for each in config.loggers)
+
+
+async def _critic(policy: PolicyConfig) -> str:
+    if policy.critic is None or policy.critic.kind == "shared":
+        return "a head on the policy's model"
+    path = policy.critic.path or policy.model.path
+    _model_settings(path, f"policies.main.critic.path is {path}")
+    check_words(path, policy.model.path, "policies.main.critic.path")
+    return f"{path}: a model of its own"
+
+
+def _model_settings(path: Path, key: str) -> dict[str, Any]:
+    """Return the settings of the model in a folder; ``key`` says which key names it."""
+    if not path.is_dir():
+        raise ConfigError(f"{key}: there is no such folder: download the model into it, or name another one")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{key}: no config.json is in it: it must be a model in Hugging Face's format")
+    try:
+        settings = orjson.loads((path / "config.json").read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{key}: its config.json is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{key}: its config.json holds no JSON object")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{key}: no *.safetensors is in it: its weights are missing")
+    return settings
+
+
+def _counted(reports: list[SourceReport]) -> str:
+    return "; ".join(map(str, reports))
+
+
+def _plan(config: TrainConfig) -> Iterator[str]:
+    rollout, algorithm, policy = config.rollout, config.algorithm, config.policy
+    greedy = algorithm.greedy_baseline
+    episodes = config.batch.groups * (rollout.group_size + greedy)
+    size = f"{rollout.group_size}{' + 1 greedy' * greedy}"
+    each = f"{config.batch.groups} tasks x {size} episodes = {episodes} episodes"
+    if config.steps is None:
+        yield f"steps of {each}"
+    else:
+        yield f"{config.steps} steps of {each}, {config.steps * episodes:,} in all"
+    if config.budget.limits:
+        yield f"it ends with the step after {Budget.of(config.steps, config.budget, {}).describe()}, whichever is first"
+    turn = "" if rollout.max_tokens_per_turn is None else f" of at most {rollout.max_tokens_per_turn} tokens"
+    yield f"episodes: {rollout.env.name}, up to {rollout.max_turns} turns{turn}, temperature {rollout.temperature:g}"
+    yield (
+        f"updates: {algorithm.advantage}, {policy.optim.name} at {policy.optim.lr:g} ({policy.schedule.kind}), "
+        f"{algorithm.epochs * algorithm.minibatches} per step, {policy.model.compute_dtype}"
+    )
+    if config.eval is None:
+        yield "no evaluation"
+    else:
+        between = f", every {config.eval.every} steps" if config.eval.every else ""
+        ways = [f"{config.eval.samples} sampled"] * (config.eval.samples > 0) + ["1 greedy"] * config.eval.greedy
+        yield f"evaluation before and after{between}: {' and '.join(ways)} per held-out task"
+    yield f"a checkpoint every {config.checkpoint.every} steps, in {config.runs / config.name}"

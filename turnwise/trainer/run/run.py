@@ -1,0 +1,433 @@
+"""What a training run is made of: its parts, how they are put together, and how they are taken apart.
+
+A run directory holds ``config.yaml``, ``run.json`` (how many processes worked on it and what they cost, the first
+evaluation), ``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.jsonl``, ``journal.jsonl``, ``ledger.jsonl``,
+``batches.jsonl``, ``timeline.jsonl``, ``checkpoints/``, ``logs/`` and at the end ``summary.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from turnwise.chat.renderer import save_format
+from turnwise.errors import InferenceError
+from turnwise.evaluation.metrics import EvalResult
+from turnwise.evaluation.runner import evaluate
+from turnwise.gateway.frozen import FrozenPolicies, open_frozen
+from turnwise.inference.replica_set import Fleet
+from turnwise.model.core import Renderer
+from turnwise.recorder.ledger import Book, LedgerClient
+from turnwise.rollout.core import ReplayBuffer, RolloutParts
+from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.managers import Rollouts, create_manager
+from turnwise.rollout.records import BatchWriter
+from turnwise.rollout.replay.setup import make_buffer
+from turnwise.tasks import Task
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.distill import Teacher
+from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.model.critic import Critic
+from turnwise.trainer.model.reference import KLGuard
+from turnwise.trainer.observe.gap import Gaps
+from turnwise.trainer.observe.loggers.run_log import LiveDisplay, RunLog
+from turnwise.trainer.observe.metrics import checked, figures
+from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
+from turnwise.trainer.observe.warnings import Diagnostics
+from turnwise.trainer.run.budget import Budget
+from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng
+from turnwise.trainer.run.directory import CRITIC, RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
+from turnwise.trainer.run.hooks import STOPPED, HookCalls
+from turnwise.trainer.run.task_scheduler import Feed, TaskStream
+from turnwise.trainer.weight_sync.core import WeightWriter
+from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Who samples.
+
+    Attributes:
+        fleet: The servers of the trained policy.
+        client: Asks them, and writes every request down.
+        frozen: Policies that are not trained.
+    """
+
+    fleet: Fleet
+    client: LedgerClient
+    frozen: FrozenPolicies
+
+    async def recover(self, error: InferenceError) -> None:
+        """Wait until all servers run, after a request failed."""
+        await self.fleet.recover(error)
+        await self.frozen.recover(error)
+
+
+async def launch_servers(
+    config: TrainConfig, directory: Path, renderers: Mapping[str, Renderer], stack: contextlib.AsyncExitStack
+) -> Servers:
+    """Start the servers, those of frozen policies included; every request to them is written down."""
+    model, logs = Path(config.policy.model.path), directory / "logs"
+    fleet = Fleet(config.inference, model, logs=logs)
+    stack.push_async_callback(fleet.close)
+    await fleet.launch()
+    book = Book(directory / "ledger.jsonl")
+    stack.push(book.leave)
+    frozen = await open_frozen(config.rollout.frozen, renderers, stack, start=model, logs=logs, book=book)
+    client = LedgerClient(fleet.client, book)
+    stack.push_async_callback(client.close)
+    return Servers(fleet, client, frozen)
+
+
+COLUMNS = {
+    "reward": "reward/mean",
+    "informative": "reward/informative",
+    "turns": "rollout/turns",
+    "success": "eval/sampled",
+    "greedy": "eval/greedy",
+    "tok/s": "time/sampled_tokens_per_s",
+    "gap": "gap/max",
+    "s": "time/step_s",
+}
+"""Heading and metric of each column."""
+
+
+def run_display(config: TrainConfig, budget: Budget, done: int, console: Console) -> LiveDisplay:
+    """Make the display of a run.
+
+    Args:
+        config: What was asked for.
+        budget: How far the run is.
+        done: Steps that were done before this process.
+        console: Where it goes.
+    """
+    share = budget.nearest[1]
+    return LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, begun=share)
+
+
+@dataclass(slots=True)
+class TrainRun:
+    """The parts of a run. Loops read them, and move ``state`` on.
+
+    Attributes:
+        config: What was asked for.
+        directory: Where everything is written.
+        learner: The trained policy.
+        kl: What holds it to a reference, where something does.
+        critic: Who judges it, where the estimator asks one.
+        renderer: Messages to ids and back.
+        tasks: What is trained on, in order.
+        eval_tasks: Held-out tasks; empty where nothing is evaluated.
+        fleet: The inference servers.
+        buffer: Where finished groups wait.
+        manager: Makes groups of tasks.
+        feed: Has tasks rolled out, and knows what is on its way.
+        writer: How weights reach the servers.
+        batches: Records what was trained.
+        journal: Records what was rolled out, and which steps were given it.
+        store: Checkpoints.
+        metrics: The log.
+        display: What a person sees.
+        state: Where the run stands.
+        budget: What the run may spend, and what it has spent.
+        teacher: Whom the policy is distilled from, if anybody.
+        diagnostics: What is found besides metrics.
+        timeline: What ran when.
+        first_eval: Figures of the first evaluation.
+        last_eval: Figures of the last one.
+        last_error: What ended the last episode that ended in an error.
+        saved_step: The step of the newest checkpoint.
+        torn: Whether an update began to change the weights and has not ended: they are then no step's.
+        scheduled: The step that the run stood at when its learning rates were last planned.
+        shown: Figures of evaluations that the display has not shown yet.
+        found: All figures of the step that the run stands at.
+        hooks: Code of the user's that runs at named moments.
+    """
+
+    config: TrainConfig
+    directory: Path
+    learner: Learner
+    kl: KLGuard | None
+    critic: Critic | None
+    renderer: Renderer
+    tasks: TaskStream
+    eval_tasks: list[Task]
+    fleet: Fleet
+    buffer: ReplayBuffer
+    manager: Rollouts
+    feed: Feed
+    writer: WeightWriter
+    batches: BatchWriter
+    journal: Journal
+    store: CheckpointStore
+    metrics: RunLog
+    display: LiveDisplay
+    state: TrainerState
+    budget: Budget
+    diagnostics: Diagnostics
+    timeline: Timeline
+    teacher: Teacher | None = None
+    first_eval: dict[str, Any] | None = None
+    last_eval: dict[str, Any] | None = None
+    last_error: str | None = None
+    saved_step: int = 0
+    torn: bool = False
+    scheduled: int = -1
+    shown: dict[str, float] = field(default_factory=dict)
+    found: dict[str, float] = field(default_factory=dict)
+    hooks: HookCalls = field(default_factory=HookCalls)
+    counted_until: float = field(default_factory=time.monotonic)
+
+    @property
+    def ended(self) -> str | None:
+        """Why the run ends after the step that it stands at: the limit that is spent, ``hook`` where a hook stopped it,
+        or None where it goes on.
+        """
+        now = time.monotonic()
+        self.budget.spend(wall_time=now - self.counted_until)
+        self.counted_until = now
+        return STOPPED if self.hooks.stopped else self.budget.ended
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[Callable[[], None]]:
+        """Wrap an update. It yields what is called before the first change of the weights: where the update fails after
+        that, they are no step's and are not saved. Where it fails before, they are those of the step before.
+        """
+        if self.scheduled != self.state.step:
+            self._schedule()
+
+        def changing() -> None:
+            self.torn = True
+
+        yield changing
+        self.torn = False
+
+    def _schedule(self) -> None:
+        """Say how many optimizer steps there will be; later parts of a step hold to what its first one found."""
+        self.scheduled = self.state.step
+        # What the first part sampled is counted already, the step itself is not.
+        groups = self.config.batch.groups
+        first = math.ceil(groups / self.config.overlap.stream) / groups
+        steps = self.budget.expected_steps(under_way={"sampled_tokens": first})
+        self.learner.total_steps = max(1, steps - self.config.critic_alone) * self.config.updates_per_step
+        if self.critic is not None:
+            self.critic.total_steps = steps * self.config.updates_per_step
+
+    def advance(self) -> None:
+        """Stand at the next step: its updates are made."""
+        self.state.step += 1
+        self.budget.spend(steps=1)
+        self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
+        self.state.tasks, self.state.feed = self.tasks.state(), self.feed.state()
+        self.feed.trained()
+        # What a later step has sampled by the time of a checkpoint is sampled, or found, again.
+        self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
+        self.found = {}
+
+    async def pause_servers(self) -> None:
+        """Have the servers stand still until the weights are synced; one that dies meanwhile comes back sampling.
+
+        Raises:
+            InferenceError: A server died more often than ``inference.max_restarts``.
+        """
+        try:
+            await self.fleet.pause()
+        except InferenceError as error:
+            await self.fleet.recover(error)
+
+    async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
+        """Bring the learner's weights to the servers, as the version of this step; return what that took, as metrics.
+
+        A server that dies meanwhile is started again, and then gets them too, as often as it may. Weights that are
+        those of the version before are not sent: servers only name them anew.
+
+        Args:
+            still: Whether the servers answer what they are sampling with what there is, and stand still meanwhile.
+
+        Raises:
+            InferenceError: A server refuses them, or died too often.
+        """
+        written = self.writer.written_bytes
+        await self.fleet.through_deaths(lambda: self._write_weights(still))
+        self.state.weight_version = self.state.step
+        return {"sync/bytes": float(self.writer.written_bytes - written)}
+
+    async def _write_weights(self, still: bool) -> None:
+        learner, fleet = self.learner, self.fleet
+        if still:
+            await fleet.pause()
+        await self.writer.sync(learner.export_weights(), fleet.replicas, self.state.step, adapter=learner.adapter)
+        if still:
+            await fleet.resume()
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of the step that the run stands at."""
+        self.state.metrics = checked({**metrics, **self.metrics.counts()})
+        self.found |= self.state.metrics
+        self.metrics.log({"kind": "train", "step": self.state.step, **self.state.metrics})
+        self.display.step(self.state.step, {**self.state.metrics, **self.shown}, share=self.budget.nearest[1])
+        self.shown = {}
+
+    def diagnose(self, gaps: Gaps, groups: Sequence[TrajectoryGroup]) -> None:
+        """Write down where trainer and server differ in the step that the run stands at, and say what is amiss."""
+        step = self.state.step
+        for warned in self.diagnostics.step(step, self.state.metrics, gaps, groups):
+            self.metrics.log({"kind": "warning", "step": step, "name": warned.name, "text": warned.text})
+            self.display.say(f"warning: step {step}: {warned.text}")
+
+    async def evaluate(self, label: str) -> EvalResult | None:
+        """Evaluate on the held-out tasks and log the figures; None where there are none."""
+        plan = self.config.eval
+        if plan is None or not self.eval_tasks:
+            return None
+        self.display.status(f"{label}: evaluating {len(self.eval_tasks)} tasks")
+        await self.hooks.validate_begin()
+        with self.timeline.span(EVALUATION, label):
+            result = await evaluate(self.manager, plan, tasks=self.eval_tasks, label=label)
+        self.last_eval = result.to_json()
+        if self.first_eval is None:
+            self.first_eval = self.last_eval
+            RunDirectory(self.directory).note(first_eval=self.first_eval)
+        record = {"kind": "eval", "step": self.state.step, "label": label, **self.last_eval}
+        self.metrics.log(record)
+        self.found |= figures(record)
+        if self.saved_step == self.state.step:
+            self.store.rate(self.state.step, self.found)
+        self.shown = {f"eval/{name}": summary.success.mean for name, summary in result.parts.items()}
+        await self.hooks.validate_end(result)
+        return result
+
+    def save(self) -> None:
+        """Write a checkpoint of the step that the run stands at."""
+        self.state.rng = capture_rng()
+        self.state.spent["wall_time"] = self.budget.spent.get("wall_time", 0.0)
+        with self.timeline.span(CHECKPOINT, self.state.step):
+            # What the checkpoint counts as trained must not come back by a power cut.
+            self.journal.sync()
+            self.store.save(self.state, self._write, self.found)
+        self.saved_step = self.state.step
+
+    def _write(self, checkpoint: Path) -> None:
+        self.learner.save(checkpoint, extra=lambda model: save_format(self.renderer, model))
+        if self.critic is not None:
+            self.critic.save(checkpoint / CRITIC)
+
+
+@contextlib.asynccontextmanager
+async def open_run(
+    config: TrainConfig, directory: Path, console: Console, *, fresh: bool = False, resume_step: int | None = None
+) -> AsyncIterator[TrainRun]:
+    """Assemble a run, and take it apart whatever happens.
+
+    On the way out, also after an interrupt or an error, the last finished step gets a checkpoint, servers and
+    environments are closed, and the ledger is marked as complete. Nothing is written, and no earlier run is removed,
+    before configuration, tasks and model were read.
+
+    Args:
+        config: What to do.
+        directory: The run directory.
+        console: Where the display goes.
+        fresh: Begin anew, whatever the directory holds.
+        resume_step: Go on from the checkpoint of this step, and remove later ones; None goes on from the newest.
+    """
+    started = time.monotonic()
+    home = RunDirectory(directory)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(home.alone())
+        start = await read_start(config, home, console, fresh=fresh, resume_step=resume_step)
+        part = home.begin(config, start.state.config_digest, fresh=fresh)
+        start.store.tidy(after=resume_step)
+        # Called last, when the servers have ended: then their CPU time is that of children.
+        at_exit(stack, lambda: home.spend(time.monotonic() - started, cpu_seconds()))
+        run = await _assemble(config, directory, start, part, console, stack)
+        run.hooks = HookCalls.open(start.hooks, run)
+        run.feed.restore(run.state.feed)
+        run.first_eval = home.read().get("first_eval")
+        at_exit(stack, partial(_save_unsaved, run))
+        if run.state.step or config.policy.model.continues_adapter:
+            # Servers were launched with the model that the configuration names.
+            await run.sync_weights()
+        # What was imported and loaded stays: collections between steps need not look at it again.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        yield run
+        run.metrics.log({"kind": "inference", "step": run.state.step, **await run.fleet.stats()})
+
+
+async def _assemble(
+    config: TrainConfig, directory: Path, start: Start, part: int, console: Console, stack: contextlib.AsyncExitStack
+) -> TrainRun:
+    """Open the files, start the servers and the producer; ``stack`` closes them in the opposite order."""
+    state = start.state
+    files = open_files(config, directory, start, part, console, stack)
+    writer = stack.enter_context(contextlib.closing(SharedMemoryWriter()))
+    servers = await launch_servers(config, directory, start.frozen, stack)
+    buffer = make_buffer(config.replay, config.replay_facts, files.journal)
+
+    def write(trajectory: Trajectory) -> None:
+        files.journal.write(trajectory)
+        run.last_error = trajectory.error or run.last_error
+        run.feed.wrote(trajectory)
+
+    parts = RolloutParts(
+        start.renderer,
+        run_seed=config.seed,
+        run_part=str(part),
+        write=write,
+        journal=files.journal,
+        rolling=lambda group_id: files.timeline.span(GROUP, group_id),
+        recover=servers.recover,
+        frozen=servers.frozen.policies,
+        custom=config.custom,
+        notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
+    )
+    manager = await create_manager(config.rollout, servers.client, buffer, parts)
+    stack.push_async_callback(manager.close)
+    feed = Feed(config, start.tasks, manager, buffer, lambda: state.weight_version)
+    budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
+    display = stack.enter_context(run_display(config, budget, state.step, console))
+    run = TrainRun(
+        config=config,
+        directory=directory,
+        learner=start.learner,
+        kl=start.kl,
+        critic=start.critic,
+        renderer=start.renderer,
+        tasks=start.tasks,
+        eval_tasks=start.eval_tasks,
+        fleet=servers.fleet,
+        buffer=buffer,
+        manager=manager,
+        feed=feed,
+        writer=writer,
+        batches=files.batches,
+        journal=files.journal,
+        store=start.store,
+        metrics=files.metrics,
+        display=display,
+        state=state,
+        budget=budget,
+        teacher=Teacher.of(config.algorithm.distill, servers.frozen),
+        diagnostics=files.diagnostics,
+        timeline=files.timeline,
+        counted_until=start.began,
+        saved_step=state.step,
+    )
+    return run
+
+
+def _save_unsaved(run: TrainRun) -> None:
+    """Save the last finished step, unless it is saved or an update failed while it changed the weights."""
+    if run.state.step > run.saved_step and not run.torn:
+        run.save()

@@ -1,0 +1,365 @@
+"""Which groups have been asked for and not been trained yet."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from turnwise.errors import CheckpointError, TaskError
+from turnwise.model.core import Renderer
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
+from turnwise.rollout.managers import Rollouts
+from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, check_tools_shown, task_source
+from turnwise.rollout.replay.setup import allowed_staleness, make_admission
+from turnwise.rollout.replay.strategies import GroupFacts
+from turnwise.tasks import SourceReport, Task, TaskOrder, open_order
+from turnwise.tasks.order import CurriculumConfig
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.run.checkpoint import TrainerState
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import StopReason
+
+
+class TaskStream:
+    """Takes tasks in an order, as requests of a train step.
+
+    What :meth:`state` returns is all that decides what follows: a resumed run takes the tasks that the killed one would
+    have taken.
+
+    Args:
+        order: The tasks, one after the other.
+        curriculum: What the order depends on, where it has a curriculum.
+    """
+
+    def __init__(self, order: TaskOrder, curriculum: CurriculumConfig | None = None) -> None:
+        self._order = order
+        self._curriculum = curriculum
+
+    @property
+    def epoch(self) -> int:
+        """How often all tasks were taken; 0 for several sources, each of which has epochs of its own."""
+        return self._order.epoch
+
+    @property
+    def position(self) -> int:
+        """How many tasks of the current epoch were taken; of several sources, how many in all."""
+        return self._order.position
+
+    def ahead(self) -> list[Task]:
+        """Return the tasks that are in memory now: all of them, unless a source is streamed."""
+        return list(self._order.ahead())
+
+    def take(self, groups: int, group_size: int, *, greedy_baseline: bool = False) -> list[RolloutRequest]:
+        """Return the requests of one train step and move on.
+
+        Raises:
+            TaskError: A row that was reached cannot be read.
+        """
+        taken = [self._order.next() for _ in range(groups)]
+        return [RolloutRequest(task, epoch, group_size, greedy_baseline=greedy_baseline) for task, epoch in taken]
+
+    def state(self) -> dict[str, Any]:
+        """Return where this stands, as JSON values."""
+        return self._order.state()
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many rows were left out so far, where some were, and where a curriculum stands."""
+        left_out = sum(self._order.dropped().values())
+        figures = {} if self._curriculum is None else self._curriculum.figures(self._order.rates())
+        return {"tasks/left_out": float(left_out), **figures} if left_out else figures
+
+    def learn(self, task_id: str, rewards: Sequence[float]) -> None:
+        """Hear what the members of a group earned: what follows may depend on it."""
+        self._order.learn(task_id, rewards)
+
+
+async def open_tasks(
+    config: TrainConfig, renderer: Renderer, state: TrainerState
+) -> tuple[TaskStream, list[SourceReport]]:
+    """Return the tasks of a run from where it stands, and what became of the rows of their sources.
+
+    Args:
+        config: Names the tasks, else the environment does.
+        renderer: Counts the tokens of their prompts, where the run has a limit.
+        state: Where the run stands.
+
+    Raises:
+        ConfigError: Nobody names any tasks, or the chat template does not show the tools of their environment.
+        RegistryError: There is no such environment or agent.
+        TaskError: They cannot be loaded, there are none, the state does not fit them, or they name an environment or
+            agent that cannot be made.
+    """
+    check_own(config.rollout)
+    order, reports = open_order(
+        task_source(config.tasks, config.rollout, "tasks"),
+        seed=config.seed,
+        shuffle=config.shuffle,
+        limit=config.task_limit,
+        keep=await PromptLimit.create(config.max_prompt_tokens, renderer, config.rollout),
+        state=(state.tasks or {"epoch": state.epoch, "position": state.position}) if state.step else None,
+        curriculum=config.curriculum,
+    )
+    await check_specs(order.ahead(), config.rollout)
+    await check_tools_shown(order.ahead(), renderer, config.rollout)
+    return TaskStream(order, config.curriculum), reports
+
+
+SURPLUS = "surplus"
+"""Why a finished group is dropped that its step did not take and a later one could not train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A group that was asked for.
+
+    Attributes:
+        request: What was asked for.
+        version: The weight version of the servers then. No token that is sampled for it is older; where it waits for
+            ``rollout.concurrency`` all may be newer. So what is decided by it errs on the safe side: nothing too old is
+            trained for it (that is told by the tokens, when the group is there), but an asynchronous step whose tail
+            was cut cancels a group that has waited past the bound as it cancels one that was sampled past it.
+        given: Whether the caller named the task: nobody else asks for it again.
+    """
+
+    request: RolloutRequest
+    version: int
+    given: bool = False
+
+
+class Feed:
+    """Takes tasks, has them rolled out, and remembers them until they are trained.
+
+    Args:
+        config: How many members a group has, and whether it has a greedy baseline.
+        tasks: What is trained on, in order.
+        manager: Who makes groups of tasks.
+        buffer: Where they wait.
+        version: Returns the weight version of the servers.
+
+    Attributes:
+        outstanding: What was asked for and is neither trained nor dropped, in the order in which it was asked for.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tasks: TaskStream,
+        manager: Rollouts,
+        buffer: ReplayBuffer,
+        version: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._manager = manager
+        self._buffer = buffer
+        self._version = version
+        self._again: deque[RolloutRequest] = deque()
+        self._given = False
+        self._refilled = 0
+        self._group_size = config.rollout.group_size
+        # Of the groups that are outstanding: tokens of the episodes that ended.
+        self._sampled: Counter[str] = Counter()
+        self._wasted: Counter[str] = Counter()
+        # What steps were given since :meth:`trained`.
+        self._given_out: dict[str, Asked] = {}
+        # Groups that were given back: a curriculum has learned from them.
+        self._learned: set[str] = set()
+        self.outstanding: dict[str, Asked] = {}
+        buffer.refill_by(self._refill)
+        buffer.drops_to(self._dropped)
+
+    def next(self, groups: int, *, group_size: int | None = None) -> list[RolloutRequest]:
+        """Return the requests of the next tasks; :meth:`issue` has them rolled out. What a process before this one had
+        asked for comes first.
+
+        Raises:
+            TaskError: A row that was reached cannot be read.
+        """
+        size, greedy = group_size or self._config.rollout.group_size, self._config.algorithm.greedy_baseline
+        again = [self._again.popleft() for _ in range(min(groups, len(self._again)))]
+        return [*again, *self._tasks.take(groups - len(again), size, greedy_baseline=greedy)]
+
+    def issue(self, requests: Sequence[RolloutRequest], *, given: bool = False) -> None:
+        """Have tasks rolled out; those whose groups an earlier process finished are not asked for again.
+
+        Args:
+            requests: What to ask for.
+            given: Whether the caller chose the tasks: those of them whose groups are dropped are then not replaced by
+                the next ones of the run's order, and no checkpoint holds them.
+        """
+        version = self._version()
+        self._given = given
+        for request in requests:
+            self.outstanding[request.key] = Asked(request, version, given)
+            self._group_size = request.group_size
+        asked = [each for each in requests if not self._buffer.expect(each, version)]
+        if asked:
+            self._manager.generate_sequences(asked)
+
+    def top_up(self, groups: int, *, group_size: int | None = None) -> None:
+        """Ask for as many groups as are missing to so many outstanding ones."""
+        self._given = False
+        missing = groups - len(self.outstanding)
+        if missing > 0:
+            self.issue(self.next(missing, group_size=group_size))
+
+    def ask(self, *, group_size: int | None = None) -> None:
+        """Ask for what a step of ``sync`` starts with, less what is on its way already.
+
+        Stored groups fill the rest of a batch (``replay.strategy: mixed``); where there are too few of them, the buffer
+        asks for fresh ones.
+        """
+        fresh = make_admission(self._config.replay, self._config.replay_facts).groups
+        self.top_up(self._config.batch.starts(fresh), group_size=group_size)
+
+    async def end(self) -> None:
+        """Have nothing rolled out any more: no step is to come. A process that goes on asks for it again.
+
+        Raises:
+            TurnwiseError: The rollout manager failed to cancel.
+        """
+        if self.outstanding:
+            await self._manager.cancel(set(self.outstanding))
+
+    async def settle(self, step: int) -> dict[str, float]:
+        """Decide what becomes of the groups that a step did not wait for, once it has its batch.
+
+        As ``batch.leftover`` says they are carried into the next step or cancelled; what a caller asked for by name, or
+        what the next step could not train any more, is cancelled.
+
+        Returns:
+            ``straggler/carried`` and ``straggler/cancelled`` (groups), and since the last call
+            ``rollout/cancelled_episodes`` and ``rollout/wasted_tokens`` (sampled in groups that were cancelled or
+            dropped); those that are 0 are left out.
+
+        Raises:
+            TurnwiseError: The rollout manager failed to cancel.
+        """
+        sync, batch = self._config.mode == "sync", self._config.batch
+        # So often in one step, however many parts it has.
+        self._refilled = 0
+        found: dict[str, float] = {}
+        if self.outstanding and (sync or batch.tail is not None):
+            bound = allowed_staleness(self._config.replay, sync=sync)
+            asked = self.outstanding.items()
+            late = {key for key, each in asked if each.given or (bound is not None and step - each.version > bound)}
+            cancels = batch.leftover == "cancel" or (batch.leftover is None and bound == 0)
+            ended = await self._manager.cancel(set(self.outstanding) if cancels else late)
+            # Elsewhere what has finished may have been begun later than it was asked for: the strategy looks at it.
+            gone = ended | late if sync else ended
+            self._buffer.discard(gone, SURPLUS)
+            for key in gone:
+                self._wasted["rollout/wasted_tokens"] += self._sampled.pop(key, 0)
+                self.outstanding.pop(key, None)
+            found = {"straggler/carried": float(len(self.outstanding)), "straggler/cancelled": float(len(ended))}
+        found |= {name: float(value) for name, value in self._wasted.items()}
+        self._wasted.clear()
+        return {name: value for name, value in found.items() if value}
+
+    def wrote(self, trajectory: Trajectory) -> None:
+        """Count what an episode sampled: if its group is never trained, that was in vain."""
+        if trajectory.partition != "train":
+            return
+        if trajectory.stop_reason is StopReason.CANCELLED:
+            self._wasted["rollout/cancelled_episodes"] += trajectory.id == trajectory.episode_id
+            self._wasted["rollout/wasted_tokens"] += trajectory.sampled_tokens
+        elif (key := _key_of(trajectory)) in self.outstanding:
+            self._sampled[key] += trajectory.sampled_tokens
+
+    def done(self, ref: BatchRef, groups: Sequence[TrajectoryGroup]) -> None:
+        """Forget what a batch was asked for by: it is trained, or nothing is saved until it is. A process that goes on
+        from a checkpoint asks again for what was outstanding.
+        """
+        for number, group in enumerate(groups):
+            # A group that is trained once more says nothing new of its task.
+            if not ref.keys or ref.keys[number] in self.outstanding.keys() - self._learned:
+                self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
+        if ref.keys:
+            for key in ref.keys:
+                self._hand_out(key)
+            return
+        for group in groups:
+            tasks = ((key, each.request.task.id) for key, each in self.outstanding.items())
+            found = next((key for key, task_id in tasks if task_id == group.task_id), None)
+            if found is not None:
+                self._hand_out(found)
+
+    def trained(self) -> None:
+        """Forget what steps were given so far: it is trained."""
+        self._given_out.clear()
+
+    def take_back(self, keys: Collection[str]) -> None:
+        """Count groups that a step was given and did not train as on their way again: a process that goes on asks for
+        them first, and finds them finished. A curriculum learns nothing from them again.
+        """
+        back = {key: asked for key, asked in self._given_out.items() if key in keys}
+        self.outstanding = back | self.outstanding
+        self._learned |= back.keys()
+
+    def _hand_out(self, key: str) -> None:
+        if (asked := self.outstanding.pop(key, None)) is not None:
+            self._given_out[key] = asked
+        self._sampled.pop(key, None)
+        self._learned.discard(key)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what is on its way, as JSON values.
+
+        It belongs to the state of the order of tasks at the same moment: what is in neither would be lost, and what is
+        in both asked for twice.
+        """
+        asked = [each.request for each in self.outstanding.values() if not each.given]
+        return [{**_record(each), "learned": each.key in self._learned} for each in (*asked, *self._again)]
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state: :meth:`next` returns what was on its way before it takes further tasks.
+
+        Raises:
+            CheckpointError: The state is malformed.
+        """
+        self._again = deque(_request(record) for record in state)
+        self._learned = {again.key for again, record in zip(self._again, state, strict=True) if record.get("learned")}
+
+    def _dropped(self, facts: GroupFacts, why: str) -> None:
+        if facts.key not in self._learned:
+            self._tasks.learn(facts.task_id, facts.rewards)
+        self._learned.discard(facts.key)
+        # What settles the rest of a step has counted those that it discards.
+        if why != SURPLUS:
+            self._wasted["rollout/wasted_tokens"] += facts.sampled_tokens
+            self._sampled.pop(facts.key, None)
+        self.outstanding.pop(facts.key, None)
+
+    def _refill(self, missing: int) -> bool:
+        filtering = self._config.replay.filter_groups
+        if filtering is not None:
+            self._refilled += missing
+            if self._refilled > filtering.max_refills * self._config.batch.groups:
+                return False
+        if not self._given:
+            self.issue(self.next(missing, group_size=self._group_size))
+        return not self._given
+
+
+def _key_of(trajectory: Trajectory) -> str:
+    """Return what an episode of the package's own rollout manager was asked for by: ``PART-KEY/MEMBER.ATTEMPT``."""
+    return trajectory.episode_id.rpartition("/")[0].partition("-")[2]
+
+
+def _record(request: RolloutRequest) -> dict[str, Any]:
+    about = {name: value for name, value in asdict(replace(request, task=_NOBODY)).items() if name != "task"}
+    return {"task": request.task.to_record(), "source": request.task.source, **about}
+
+
+def _request(record: Mapping[str, Any]) -> RolloutRequest:
+    try:
+        about = {name: value for name, value in record.items() if name not in ("task", "source", "learned")}
+        task = replace(Task.from_record(record["task"]), source=record["source"])
+        return RolloutRequest(task, **about)
+    except (KeyError, TypeError, AttributeError, TaskError) as error:
+        raise CheckpointError(f"a group in flight is malformed in the checkpoint: {error!r}") from error
+
+
+_NOBODY = Task("", "")
