@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from turnwise.envs.rewards import Rubric
     from turnwise.errors import (
         AgentError,
-        BudgetSpent,
+        BudgetExceeded,
         ConfigError,
         EnvError,
         InferenceError,
@@ -83,7 +83,7 @@ _HOMES = {
     "envs.gym.to_gymnasium": ("from_gymnasium", "to_gymnasium"),
     "envs.rewards": ("Rubric",),
     "errors": (
-        "AgentError", "BudgetSpent", "ConfigError", "EnvError", "InferenceError", "RenderError",
+        "AgentError", "BudgetExceeded", "ConfigError", "EnvError", "InferenceError", "RenderError",
         "ToolError", "TurnwiseError",
     ),
     "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
@@ -124,7 +124,7 @@ __all__ = [
     "AlgorithmConfig",
     "BaseTool",
     "BlackBoxAgent",
-    "BudgetSpent",
+    "BudgetExceeded",
     "ChatTurnwise",
     "Completion",
     "ConfigError",

@@ -86,7 +86,7 @@ class AgentError(TurnwiseError):
     """An agent raised, or broke its contract."""
 
 
-class RunnerLost(AgentError):
+class RunnerDisconnected(AgentError):
     """The process that played an episode for a run is gone, or the run is gone from it. The episode is played anew."""
 
     retryable = True
@@ -100,7 +100,7 @@ class SessionError(TurnwiseError):
     """A request that a session refuses by name, or a client that broke its contract."""
 
 
-class BudgetSpent(TurnwiseError):
+class BudgetExceeded(TurnwiseError):
     """Nothing is left to sample, or no unusable call is left.
 
     Attributes:
@@ -128,7 +128,7 @@ class RequestRefused(InferenceError):
     retryable = False
 
 
-class GuideRefused(TurnwiseError):
+class StructuredOutputError(TurnwiseError):
     """A completion cannot be held to what was asked: not by this engine or chat format, or not to this schema.
 
     Who asked for it is told; nothing has failed.

@@ -15,7 +15,7 @@ import pytest_asyncio
 from support.tiny_lm import make_model, save_model
 from support.toy_renderer import ToyRenderer
 from support.vllm_server import vllm_config
-from turnwise.errors import GuideRefused, RequestRefused
+from turnwise.errors import RequestRefused, StructuredOutputError
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
@@ -197,14 +197,14 @@ async def test_a_cancelled_request_leaves_the_client_usable(client):
 
 async def test_a_guide_that_no_session_has_written_down_is_refused(client):
     held = replace(PARAMS, guide=Guide(schema={"type": "object"}))
-    with pytest.raises(GuideRefused):
+    with pytest.raises(StructuredOutputError):
         await client.generate(PROMPT, held, session_id="k")
-    with pytest.raises(GuideRefused):
+    with pytest.raises(StructuredOutputError):
         async for _ in client.stream(PROMPT, held, session_id="k"):
             pass
     check(await client.generate(PROMPT, PARAMS, session_id="k"), PARAMS)
 
 
 async def test_a_tag_that_is_none_is_refused_by_name(client):
-    with pytest.raises(GuideRefused):
+    with pytest.raises(StructuredOutputError):
         await client.generate(PROMPT, replace(PARAMS, guide=Guide(tag="{}")), session_id="l")

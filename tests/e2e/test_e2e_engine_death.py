@@ -25,7 +25,7 @@ from turnwise.errors import EngineDied, InferenceError
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.replica_set import Fleet
+from turnwise.inference.replica_set import ReplicaSet
 from turnwise.recorder.ledger import read_ledger
 from turnwise.rollout.records import read_trajectories
 from turnwise.trainer.loops.modes import train_sync
@@ -263,7 +263,7 @@ async def test_a_restarted_server_samples_nothing_before_its_last_weights_are_ba
 @pytest.mark.long
 async def test_everybody_who_asks_waits_for_the_same_restart(lookup_model: Path, tmp_path: Path) -> None:
     """Also who asks while it goes on, and with a second server that lives."""
-    fleet = Fleet(InferenceConfig(replicas=2, close_timeout=0.5, max_restarts=2), lookup_model, logs=tmp_path)
+    fleet = ReplicaSet(InferenceConfig(replicas=2, close_timeout=0.5, max_restarts=2), lookup_model, logs=tmp_path)
     await fleet.launch()
     try:
         dead, alive = fleet.replicas
@@ -293,7 +293,7 @@ async def test_everybody_who_asks_waits_for_the_same_restart(lookup_model: Path,
 @pytest.mark.long
 async def test_a_server_that_cannot_come_back_says_why(lookup_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(lookup_model, tmp_path / "model")
-    fleet = Fleet(InferenceConfig(), model, logs=tmp_path / "logs")
+    fleet = ReplicaSet(InferenceConfig(), model, logs=tmp_path / "logs")
     await fleet.launch()
     try:
         (model / "config.json").unlink()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.held_learner import HOLDS, Hold
+from support.held_learner import HOLDS, ResponseFormat
 from support.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
 from support.streamed_hooks import FAILURES, GIVEN
 from turnwise.config import load_config
@@ -39,9 +39,9 @@ ASYNC = {
 
 
 @contextmanager
-def held(update: int, fails: Exception | None = None) -> Iterator[Hold]:
+def held(update: int, fails: Exception | None = None) -> Iterator[ResponseFormat]:
     """Hold one update of the runs of this block."""
-    hold = Hold(update, fails=fails)
+    hold = ResponseFormat(update, fails=fails)
     HOLDS.append(hold)
     try:
         yield hold
@@ -55,7 +55,7 @@ def held_run(model: Path, runs: Path, mode: str, **changes: Any) -> TrainConfig:
     return train_config(model, runs, policies=policies, steps=STEPS, **ASYNC[mode], **changes)
 
 
-async def reached(hold: Hold, training: asyncio.Task[Any]) -> None:
+async def reached(hold: ResponseFormat, training: asyncio.Task[Any]) -> None:
     """Wait until the update begins; the loop goes on meanwhile."""
     waiting = asyncio.create_task(asyncio.to_thread(hold.reached.wait, 60))
     await asyncio.wait([waiting, training], return_when=asyncio.FIRST_COMPLETED)

@@ -32,7 +32,7 @@ SHARES = {"trainer": 1, "server": 1, "runner": 3, "sandboxes": 3}
 LONGEST_S = 1.5
 
 
-class Scene:
+class Fixtures:
     """One run and what is around it; what was killed is started again by :meth:`keep`.
 
     Attributes:
@@ -134,11 +134,11 @@ class Scene:
 
 
 @contextlib.contextmanager
-def scene(model: Path, runs: Path, victim: str, mode: str, seed: int) -> Iterator[Scene]:
+def scene(model: Path, runs: Path, victim: str, mode: str, seed: int) -> Iterator[Fixtures]:
     """Make a run that has what is to be killed besides trainer and server, and see that nothing is left of it."""
     with contextlib.ExitStack() as stack:
         boxes = stack.enter_context(open_boxes()) if victim == "sandboxes" else None
-        yield Scene(killed_config(model, runs, victim, mode, boxes), boxes=boxes, seed=seed)
+        yield Fixtures(killed_config(model, runs, victim, mode, boxes), boxes=boxes, seed=seed)
         if boxes is not None:
             wait_until(boxes.empty, "the end of all sandboxes")
 

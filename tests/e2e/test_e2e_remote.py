@@ -49,7 +49,7 @@ def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model:
     check(config.runs / "run", 2)
     lost = [each for each in read_trajectories(config.runs / "run" / "trajectories.jsonl") if each.error]
     assert lost
-    assert {str(each.error).partition(":")[0] for each in lost} == {"RunnerLost"}
+    assert {str(each.error).partition(":")[0] for each in lost} == {"RunnerDisconnected"}
     assert re.search(r"runner \S+ is gone: its connection is gone \(\d left\)", run.output())
 
 

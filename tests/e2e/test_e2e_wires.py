@@ -30,7 +30,7 @@ from turnwise.agents.react import ReActAgent
 from turnwise.chat.renderer import load_renderer
 from turnwise.chat.template_renderer import TemplateRenderer
 from turnwise.envs.library.lookup import LookupEnv, table
-from turnwise.errors import BudgetSpent
+from turnwise.errors import BudgetExceeded
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess
 from turnwise.inference.builtin import BuiltinReplica
@@ -168,7 +168,7 @@ class Model:
         told = self.told[SEEDS[0]]
         messages: list[Any] = list(told.observation)
         try:
-            with contextlib.suppress(BudgetSpent):
+            with contextlib.suppress(BudgetExceeded):
                 while not messages or messages[-1]["role"] != "assistant":
                     message = await session.chat(messages, told.tools)
                     messages.append(message)

@@ -15,7 +15,7 @@ from support.opened_docker import OpenedDocker
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxSpec, archives
 from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.docker import DockerBackend, commands, scripts
-from turnwise.sandboxes.docker.commands import Endings
+from turnwise.sandboxes.docker.commands import CommandKiller
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -136,7 +136,7 @@ async def test_a_command_that_nobody_ends_outlives_its_time_out(
     async def nothing(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(Endings, "end", nothing)
+    monkeypatch.setattr(CommandKiller, "end", nothing)
     found = await outcomes(DockerBackend(**options(docker_engine)), ["outlive the time-out"])
     assert found == {"outlive the time-out": "escaped"}
 

@@ -15,7 +15,7 @@ from support.gateway_server import serving
 from support.guided_requests import DIALECTS, SCHEMA, ask, body, check, save_random_model
 from support.vllm_server import vllm_config
 from turnwise.chat.renderer import load_renderer
-from turnwise.errors import GuideRefused
+from turnwise.errors import StructuredOutputError
 from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
@@ -97,7 +97,7 @@ async def test_a_schema_that_the_engine_cannot_read_names_the_field(random_model
 
 async def test_a_tag_that_is_none_is_refused(client: HTTPClient) -> None:
     prompt = TokenPrompt(np.asarray([5, 6], np.int32))
-    with pytest.raises(GuideRefused, match="answered 400"):
+    with pytest.raises(StructuredOutputError, match="answered 400"):
         await client.generate(prompt, SamplingParams(max_tokens=4, guide=Guide(tag="{}")), session_id="")
-    with pytest.raises(GuideRefused, match="has no tag"):
+    with pytest.raises(StructuredOutputError, match="has no tag"):
         await client.generate(prompt, SamplingParams(max_tokens=4, guide=Guide(schema=SCHEMA)), session_id="")

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from support.chat_models import FAMILIES, model_dir, renderer_for
-from turnwise.engine.structured_output import Guides
+from turnwise.engine.structured_output import GrammarCache
 from turnwise.model.canonical import canonical_messages
 from turnwise.types import Guide, Message, TokenIds, ToolSchema, as_ids, text_of
 
@@ -67,7 +67,7 @@ class Walker:
         tokenizer = Tokenizer.from_file(str(model_dir(family) / "tokenizer.json"))
         size = tokenizer.get_vocab_size()
         self.stops = sorted(self.renderer.stop_ids)
-        self.guides = Guides(tokenizer, size + 32, self.stops[:1])
+        self.guides = GrammarCache(tokenizer, size + 32, self.stops[:1])
         texts = [tokenizer.decode([number], skip_special_tokens=False) for number in range(size)]
         self.likes = np.zeros(size + 32, dtype=np.bool_)
         self.likes[[n for n, text in enumerate(texts) if text in CLOSERS]] = True

@@ -12,7 +12,7 @@ from turnwise.trainer.learn.torch_learner import TorchLearner
 
 
 @dataclass
-class Hold:
+class ResponseFormat:
     """One update that waits.
 
     Attributes:
@@ -30,7 +30,7 @@ class Hold:
     threads: set[int] = field(default_factory=set)
 
 
-HOLDS: list[Hold] = []
+HOLDS: list[ResponseFormat] = []
 
 
 class HeldLearner(TorchLearner):

@@ -19,7 +19,7 @@ import numpy as np
 from turnwise.rollout.core import BatchRef, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.setup import Admission
+from turnwise.rollout.replay.setup import StalenessBound
 from turnwise.rollout.replay.strategies import GroupFacts, Strategy
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
@@ -68,7 +68,7 @@ class Simulation:
         outstanding: What is neither trained nor dropped.
     """
 
-    def __init__(self, plan: Plan, strategy: Strategy, admission: Admission, home: Path | None = None) -> None:
+    def __init__(self, plan: Plan, strategy: Strategy, admission: StalenessBound, home: Path | None = None) -> None:
         self.home, self.part = home, 0
         self.plan, self.strategy, self.admission = plan, strategy, admission
         self.random = random.Random(plan.seed)

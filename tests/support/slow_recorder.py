@@ -132,7 +132,7 @@ class Kept:
 
 
 @dataclass
-class Placed:
+class PendingRequest:
     """A request: where it goes on, and what the model is shown."""
 
     said: list[Said]
@@ -219,7 +219,7 @@ class SlowRecorder:
                 found.add(start)
         return {end for end in found if not node.sampled or end < len(said)}
 
-    def place(self, messages: Sequence[Any], schemas: Sequence[ToolSchema], given: dict[str, Any]) -> Placed:
+    def place(self, messages: Sequence[Any], schemas: Sequence[ToolSchema], given: dict[str, Any]) -> PendingRequest:
         said = self.read(messages)
         tools = [number_form(given), *((tool.name, tool.description, number_form(tool.parameters)) for tool in schemas)]
         told = {name: json.dumps(ordered(value), separators=(",", ":")) for name, value in sorted(given.items())}
@@ -230,7 +230,7 @@ class SlowRecorder:
         whole = [node for node in mine if not node.sampled and len(said) in ends[node]]
         if whole:
             context = max(whole, key=lambda node: (depth[node], node.index))
-            return Placed(said, tools, context.parent, context, [], context.ids, None, len(self.kept))
+            return PendingRequest(said, tools, context.parent, context, [], context.ids, None, len(self.kept))
         matching = [node for node in mine if node.sampled and ends[node]]
         passed = {above for node in matching for above in node.line()[:-1]}
         matching = [node for node in matching if node not in passed]
@@ -247,10 +247,10 @@ class SlowRecorder:
                 _array(node.parent.ids), _array(node.ids), node.said[0].canonical(), _all(new), schemas
             )
             if ids is not None:
-                return Placed(said, tools, node, None, new, ids.tolist(), None, len(self.kept))
+                return PendingRequest(said, tools, node, None, new, ids.tolist(), None, len(self.kept))
             why = why or f"bridge_unproven: {renderer.why}"
         ids = renderer.render(_all(said), schemas)
-        return Placed(said, tools, None, None, said, ids.tolist(), why, len(self.kept))
+        return PendingRequest(said, tools, None, None, said, ids.tolist(), why, len(self.kept))
 
     def _named(self, line: list[Kept], new: list[Said]) -> list[Said]:
         told = [each for node in line for each in node.said]
@@ -266,7 +266,7 @@ class SlowRecorder:
 
     # Recording it
 
-    def commit(self, placed: Placed, ids: list[int], given: Any) -> None:
+    def commit(self, placed: PendingRequest, ids: list[int], given: Any) -> None:
         calls = [arguments_of(call) for call in given.get("tool_calls") or ()]
         said = Said(
             "assistant",
@@ -303,7 +303,7 @@ class SlowRecorder:
             parent.children.append(node)
         return node
 
-    def _reason(self, placed: Placed) -> str:
+    def _reason(self, placed: PendingRequest) -> str:
         beside = self._children(placed.context or placed.parent)
         if any(each.index >= placed.before for each in beside):
             return "concurrent"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.errors import GuideRefused
+from turnwise.errors import StructuredOutputError
 from turnwise.model.canonical import Canonical, TemplateArguments, canonical_messages
 from turnwise.types import Guide, Message, TokenIds, ToolCall, ToolSchema
 
@@ -24,7 +24,7 @@ class NoGuides:
     """Characters have no grammar."""
 
     def tagged(self, guide: Guide, tail: TokenIds, tools: Sequence[ToolSchema]) -> Guide:
-        raise GuideRefused("the toy format has no grammar")
+        raise StructuredOutputError("the toy format has no grammar")
 
 
 class ToyRenderer:

@@ -14,7 +14,7 @@ from turnwise.agents.roles import TRAINED, check_name
 from turnwise.envs.core import Env, StepResult, in_thread, invoke
 from turnwise.envs.results import ScoreParts, agent_parts
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, BudgetSpent, EnvError, SandboxError, TurnwiseError
+from turnwise.errors import AgentError, BudgetExceeded, EnvError, SandboxError, TurnwiseError
 from turnwise.recorder.session import Session
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.tasks import Task
@@ -84,7 +84,7 @@ MARKUP: Final = 64
 _ANSWER_SHARE: Final = 8
 
 
-def room_for_answers(room: int, context_length: int, max_tokens_per_turn: int | None, answers: int) -> int:
+def tool_result_budget(room: int, context_length: int, max_tokens_per_turn: int | None, answers: int) -> int:
     """Return how many tokens the texts of answers may take together.
 
     Args:
@@ -99,7 +99,7 @@ def room_for_answers(room: int, context_length: int, max_tokens_per_turn: int | 
     return room - min(max_tokens_per_turn or eighth, eighth) - markup * (answers + 1)
 
 
-def fitted(texts: Sequence[str], room: int, count_tokens: CountTokens) -> list[str]:
+def truncate_tool_results(texts: Sequence[str], room: int, count_tokens: CountTokens) -> list[str]:
     """Return texts that take at most ``room`` tokens together: shorter ones whole, longer ones cut to equal shares.
 
     Args:
@@ -125,7 +125,7 @@ def fitted(texts: Sequence[str], room: int, count_tokens: CountTokens) -> list[s
 
 
 def fit_messages(messages: Sequence[Message], room: int, count_tokens: CountTokens) -> tuple[list[Message], int]:
-    """Return messages whose tool answers fit (see :func:`fitted`), and how many of them were cut."""
+    """Return messages whose tool answers fit (see :func:`truncate_tool_results`), and how many of them were cut."""
     places = [
         index
         for index, message in enumerate(messages)
@@ -134,7 +134,7 @@ def fit_messages(messages: Sequence[Message], room: int, count_tokens: CountToke
     texts = [str(messages[index]["content"]) for index in places]
     found: list[Message] = list(messages)
     cut = 0
-    for index, before, after in zip(places, texts, fitted(texts, room, count_tokens), strict=True):
+    for index, before, after in zip(places, texts, truncate_tool_results(texts, room, count_tokens), strict=True):
         if after != before:
             found[index] = {**messages[index], "content": after}
             cut += 1
@@ -353,8 +353,8 @@ class Episode:
             return result
         calls = len(message.get("tool_calls") or ())
         answers = cast("list[Message]", result.observation)
-        fitted = self.fit(answers, turn, calls, agent, spare=spare)
-        return result if fitted is answers else result._replace(observation=fitted)
+        truncate_tool_results = self.fit(answers, turn, calls, agent, spare=spare)
+        return result if truncate_tool_results is answers else result._replace(observation=truncate_tool_results)
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
         """Answer one tool call, outside of a step. Its reward is noted on the turn that made the call.
@@ -398,7 +398,7 @@ class Episode:
         left = None if session is None or turn is None or not calls else session.room_behind(turn)
         if left is None or count_tokens is None:
             return messages
-        room = room_for_answers(left + spare, self.limits.context_length, self.limits.max_tokens_per_turn, calls)
+        room = tool_result_budget(left + spare, self.limits.context_length, self.limits.max_tokens_per_turn, calls)
         found, cut = fit_messages(messages, room // calls if share else room, count_tokens)
         if cut:
             self.count({"tool_answers_cut": float(cut)}, turn, agent=agent)
@@ -515,7 +515,7 @@ class Episode:
             self.ended = True
             self.finish(StopReason.INVALID_CALLS)
             counted = f"{env.invalid_in_a_row} calls in a row did not reach a tool"
-            raise BudgetSpent(StopReason.INVALID_CALLS, f"{counted}; max_invalid_calls is {env.max_invalid_calls}")
+            raise BudgetExceeded(StopReason.INVALID_CALLS, f"{counted}; max_invalid_calls is {env.max_invalid_calls}")
 
 
 class Agent(ABC):

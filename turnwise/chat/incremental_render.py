@@ -64,7 +64,7 @@ def kind_of(message: Canonical) -> Kind:
     )
 
 
-class Skeletons:
+class TurnSuffix:
     """Renders skeletons and proves shapes, each shape once.
 
     Args:

@@ -228,7 +228,7 @@ def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple
     return tuple(dict.fromkeys(ids))
 
 
-def check_words(directory: Path, model: Path, key: str) -> None:
+def check_same_vocabulary(directory: Path, model: Path, key: str) -> None:
     """Refuse a model that would read the trained model's ids as other words.
 
     Args:

@@ -13,12 +13,12 @@ from turnwise.chat.formats.core import ChatFormat, TurnText
 from turnwise.chat.formats.detect import Choice
 from turnwise.chat.formats.live import LiveTurn
 from turnwise.chat.formats.tags import Tag, unheld
-from turnwise.chat.incremental_render import Declined, Shape, Skeletons, kind_of
+from turnwise.chat.incremental_render import Declined, Shape, TurnSuffix, kind_of
 from turnwise.chat.probing import TemplateFacts
 from turnwise.chat.template import ChatTemplate
-from turnwise.chat.template_text import TemplateForm, TemplateText, difference, shown
+from turnwise.chat.template_text import TemplateForm, TemplateText, round_trip_difference, shown
 from turnwise.chat.tokens import Tokens
-from turnwise.errors import GuideRefused, RenderError
+from turnwise.errors import RenderError, StructuredOutputError
 from turnwise.errors import shown as shown_value
 from turnwise.model.canonical import (
     Canonical,
@@ -28,11 +28,11 @@ from turnwise.model.canonical import (
     takes,
     template_arguments,
 )
-from turnwise.model.core import GuideTags
+from turnwise.model.core import StructuralTags
 from turnwise.types import Guide, Message, TokenIds, ToolSchema, as_ids
 
 
-class FormatGuides:
+class FormatTags:
     """The grammars of a chat format.
 
     Args:
@@ -61,12 +61,14 @@ class FormatGuides:
         """
         keyword = None if guide.schema is None else unheld(guide.schema)
         if keyword is not None:
-            raise GuideRefused(f"no answer can be held to {keyword!r} of a JSON schema: leave it out, and check for it")
+            raise StructuredOutputError(
+                f"no answer can be held to {keyword!r} of a JSON schema: leave it out, and check for it"
+            )
         tag = self._format.guide_tag(guide, self._prefix(tail), self._calls(guide, tools))
         try:
             return replace(guide, tag=orjson.dumps({"type": "structural_tag", "format": tag}).decode())
         except TypeError as error:
-            raise GuideRefused(f"a schema cannot be sent to the engine ({error}): write it flatter") from error
+            raise StructuredOutputError(f"a schema cannot be sent to the engine ({error}): write it flatter") from error
 
     def _calls(self, guide: Guide, tools: Sequence[ToolSchema]) -> Tag | None:
         if not guide.calls:
@@ -74,10 +76,14 @@ class FormatGuides:
         known = {tool.name: tool for tool in tools}
         missing = [name for name in guide.calls if name not in known]
         if missing:
-            raise GuideRefused(f"a call of {missing[0]!r} is asked for, which is none of the tools {sorted(known)}")
+            raise StructuredOutputError(
+                f"a call of {missing[0]!r} is asked for, which is none of the tools {sorted(known)}"
+            )
         calls = self._format.calls_tag([known[name] for name in guide.calls], guide.most)
         if calls is None:
-            raise GuideRefused(f"the chat format {self._format.name} has no grammar of calls that one could be held to")
+            raise StructuredOutputError(
+                f"the chat format {self._format.name} has no grammar of calls that one could be held to"
+            )
         return calls
 
 
@@ -146,11 +152,11 @@ class TemplateRenderer:
         self.arguments: TemplateArguments = ()
         self.why = ""
         ended = [tokens.decode([number]) for number in sorted(self.stop_ids)]
-        self._skeletons = Skeletons(facts, tokens, list(filter(None, dict.fromkeys([*own, *ended]))))
+        self._skeletons = TurnSuffix(facts, tokens, list(filter(None, dict.fromkeys([*own, *ended]))))
         self._closing = tokens.encode(self._format.closing) if self._format.closing else []
         self._generation = len(tokens.encode(facts.prompt[len(facts.head) :])) + 2
         self._prefixes: dict[bytes, str] = {}
-        self.guides: GuideTags = FormatGuides(self._format, lambda tail: self._prefix(tail[-self._generation :]))
+        self.guides: StructuralTags = FormatTags(self._format, lambda tail: self._prefix(tail[-self._generation :]))
         self._form = form = TemplateForm(
             facts, tokens, self._format, escape=self._escape, forget=self._skeletons.forget
         )
@@ -307,7 +313,7 @@ class TemplateRenderer:
         stop_id = self._tokens.added[stop] if stop is not None else min(self.stop_ids)
         ids = as_ids([*self._tokens.encode(self._facts.cut(said, called=called)), stop_id])
         prompt = as_ids(self._tokens.encode(self._facts.prompt[len(self._facts.head) :]))
-        wrong = difference(canonical, self.parse(ids, prompt, tools), message, self._tokens.seen)
+        wrong = round_trip_difference(canonical, self.parse(ids, prompt, tools), message, self._tokens.seen)
         if wrong:
             raise RenderError(
                 f"this chat template (format {self._format.name}) cannot say {shown(canonical)}: read back, its "

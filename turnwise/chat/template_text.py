@@ -127,7 +127,7 @@ def spoken(message: Canonical) -> Canonical:
     return Canonical(message.role, "\n".join(filter(None, [message.text, *raws])), message.reasoning, readable)
 
 
-def difference(wanted: Canonical, found: Message, message: Message, seen: Callable[[str], str]) -> str:
+def round_trip_difference(wanted: Canonical, found: Message, message: Message, seen: Callable[[str], str]) -> str:
     """Return which part of a message reads back as something else, or nothing.
 
     Args:

@@ -147,7 +147,7 @@ WORTH_SHARING = 8
 Slots = npt.NDArray[np.int64]
 
 
-class SlotTable:
+class BatchState:
     """Sampling parameters, limits and log-probabilities by slot.
 
     Attributes:

@@ -28,7 +28,7 @@ from turnwise.engine.batch_state import Generation, Output, Slots, StopStrings
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.kv_cache import RETAINED, KVCache, capacities
 from turnwise.engine.sampling import sample
-from turnwise.engine.scheduler import Roster, Step, arrange, build_step
+from turnwise.engine.scheduler import ModelInput, Scheduler, arrange, build_model_input
 from turnwise.model.core import AdapterInfo
 from turnwise.types import Logprobs
 
@@ -127,7 +127,7 @@ class Engine:
         self._cache = KVCache(
             model.geometry, model.dtype, model.device, slots=slots, longest=self.max_context, budget=budget
         )
-        self._roster = Roster(
+        self._roster = Scheduler(
             self._cache,
             max_seqs=max_seqs,
             max_context=self.max_context,
@@ -284,7 +284,7 @@ class Engine:
                 self.stats.preemptions += 1
         self._roster.running = arrange(cache, self._roster.running)
 
-    def _plan(self) -> Step:
+    def _plan(self) -> ModelInput:
         cache, slots = self._cache, self._roster.running
         sizes = cache.length[slots] - cache.cached[slots]
         prompts = np.flatnonzero(sizes > 1)
@@ -300,9 +300,11 @@ class Engine:
                 left -= int(sizes[place])
             slots, sizes = slots[sizes > 0], sizes[sizes > 0]
         model = self.model
-        return build_step(cache, slots, sizes, heads=model.geometry.heads, dtype=model.dtype, device=model.device)
+        return build_model_input(
+            cache, slots, sizes, heads=model.geometry.heads, dtype=model.dtype, device=model.device
+        )
 
-    def _targets(self, step: Step) -> tuple[Slots, tuple[Slots, Slots]]:
+    def _targets(self, step: ModelInput) -> tuple[Slots, tuple[Slots, Slots]]:
         """Return which tokens of a step predict an id of a prompt that is scored, and the slots and places of those."""
         places, slots, positions = [], [], []
         begins = np.cumsum(step.sizes) - step.sizes
@@ -328,7 +330,7 @@ class Engine:
         found: Logprobs = (scaled.gather(1, chosen).squeeze(1) - scaled.logsumexp(-1)).cpu().numpy()
         return found
 
-    def _advance(self, step: Step, logits: torch.Tensor) -> None:
+    def _advance(self, step: ModelInput, logits: torch.Tensor) -> None:
         """Sample, write down, and end what has come to its end."""
         cache, stats, slots = self._cache, self.stats, step.sampling
         stats.steps += 1

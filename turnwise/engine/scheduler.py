@@ -11,13 +11,13 @@ import numpy.typing as npt
 import torch
 
 from turnwise.engine.attention import DecodeBlock, PoolPlan, PrefillBlock, StepPlan, decode_block, prefill_blocks
-from turnwise.engine.batch_state import WORTH_SHARING, Found, Generation, Output, Prefixes, SlotTable
+from turnwise.engine.batch_state import WORTH_SHARING, BatchState, Found, Generation, Output, Prefixes
 from turnwise.engine.kv_cache import KVCache
 from turnwise.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ModelInput:
     """One packed forward.
 
     Attributes:
@@ -40,11 +40,11 @@ class Step:
 
 
 def arrange(cache: KVCache, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return slots ordered by pool and row, as :func:`build_step` needs them."""
+    """Return slots ordered by pool and row, as :func:`build_model_input` needs them."""
     return slots[np.lexsort((cache.row_of[slots], cache.pool_of[slots]))]
 
 
-def build_step(
+def build_model_input(
     cache: KVCache,
     slots: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64],
@@ -52,7 +52,7 @@ def build_step(
     heads: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Step:
+) -> ModelInput:
     """Lay out a step.
 
     Args:
@@ -92,7 +92,7 @@ def build_step(
         )
         parts.append(PoolPlan(pool, start, stop, flat[start * heads : stop * heads], decode, prefills))
     complete = starts + sizes == cache.length[slots]
-    return Step(
+    return ModelInput(
         plan=StepPlan(parts),
         ids=cache.ids[owner, positions].astype(np.int64),
         positions=positions,
@@ -116,7 +116,7 @@ def _blocks(
     return decode, prefill_blocks(rows[count:], starts[count:], sizes[count:], count, dtype, device)
 
 
-class Roster:
+class Scheduler:
     """Requests by slot, and those without one.
 
     Attributes:
@@ -137,7 +137,7 @@ class Roster:
         self.watched: set[int] = set()
         self.held: set[int] = set()
         self.scored: set[int] = set()
-        self.table = SlotTable(slots, width)
+        self.table = BatchState(slots, width)
         self._cache = cache
         self._prefixes = Prefixes(cache)
         self._generations: list[Generation | None] = [None] * slots

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 
 from turnwise.engine.batch_state import Generation, Output
 from turnwise.engine.engine import Engine
-from turnwise.engine.structured_output import Guides, Held, can_guide
+from turnwise.engine.structured_output import GrammarCache, Held, structured_output_available
 from turnwise.engine.weights import read_weights
 from turnwise.errors import FormatError, InferenceError, TurnwiseError
 from turnwise.inference import wire
@@ -70,7 +70,7 @@ class App:
     """The ASGI application. Everything but the engine's steps runs on one event loop."""
 
     def __init__(
-        self, engine: Engine, outbox: Outbox, name: str, *, stop_strings: bool, guides: Guides | None = None
+        self, engine: Engine, outbox: Outbox, name: str, *, stop_strings: bool, guides: GrammarCache | None = None
     ) -> None:
         """Make the application.
 
@@ -333,7 +333,7 @@ class ServerSpec(BaseModel):
     lifeline_fd: int | None = None
 
 
-def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[Engine, bool, Guides | None]:
+def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[Engine, bool, GrammarCache | None]:
     """Load the model; return the engine, whether there is a tokenizer for stop strings, and what makes grammars."""
     import torch
     from tokenizers import Tokenizer
@@ -365,8 +365,8 @@ def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[En
     except ValueError as error:
         raise InferenceError(str(error)) from error
     guides = None
-    if tokenizer is not None and can_guide():
-        guides = Guides(tokenizer, model.vocabulary, model.eos_ids)
+    if tokenizer is not None and structured_output_available():
+        guides = GrammarCache(tokenizer, model.vocabulary, model.eos_ids)
     return engine, tokenizer is not None, guides
 
 

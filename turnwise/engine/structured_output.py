@@ -24,7 +24,7 @@ _FIELD = "sampling_params.structured_outputs"
 _ANY = "(?s:.*)"
 
 
-def can_guide() -> bool:
+def structured_output_available() -> bool:
     """Return whether the package that completions are held with is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
@@ -66,7 +66,7 @@ class Held:
         self._matcher.consume_token(token)
 
 
-class Guides:
+class GrammarCache:
     """Makes grammars for one tokenizer.
 
     Args:

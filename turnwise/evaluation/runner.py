@@ -27,7 +27,7 @@ from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.endpoint import Endpoint, base_url
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.replica_set import Fleet
+from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import Book, LedgerClient
 from turnwise.rollout.config import RolloutConfig
@@ -427,7 +427,7 @@ async def _model(config: EvalConfig, folder: Path, stack: AsyncExitStack) -> _Mo
     if config.urls:
         settings = config.inference
         return _Model(HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait))
-    fleet = Fleet(config.inference, config.directory, logs=folder / "logs")
+    fleet = ReplicaSet(config.inference, config.directory, logs=folder / "logs")
     stack.push_async_callback(fleet.close)
     await fleet.launch()
     return _Model(fleet.client, fleet.recover)

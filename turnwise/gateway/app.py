@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 import orjson
 
-from turnwise.errors import GuideRefused, TurnwiseError, shown
+from turnwise.errors import StructuredOutputError, TurnwiseError, shown
 from turnwise.gateway.dialects.anthropic import Anthropic
 from turnwise.gateway.dialects.core import Abilities, ChatRequest, Dialect, Fields, not_found
 from turnwise.gateway.dialects.openai_chat import OpenAIChat
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
-from turnwise.gateway.dialects.template_options import NO_WISHES, template_args
+from turnwise.gateway.dialects.template_options import NO_TEMPLATE_OPTIONS, template_args
 from turnwise.gateway.errors import ApiError, api_error, invalid, too_deep
 from turnwise.gateway.exchange import Deadline, Exchange
 from turnwise.gateway.sessions import FIXED_SAMPLING, SETTINGS, GatewaySession, Sessions, check_known, read_settings
@@ -176,7 +176,7 @@ class GatewayApp:
             entry.temperatures.add(params.temperature)
         try:
             await exchange.converse(entry, dialect, request, params)
-        except GuideRefused as error:
+        except StructuredOutputError as error:
             raise api_error(error, request.guide_field) from error
 
     def _fixed_for(self, entry: GatewaySession) -> frozenset[str]:
@@ -276,7 +276,7 @@ def asked_of(reader: Reader, request: ChatRequest) -> ChatRequest:
     Raises:
         ApiError: The template does not take it.
     """
-    if request.wishes is NO_WISHES:
+    if request.wishes is NO_TEMPLATE_OPTIONS:
         return request
     return replace(request, template_args=template_args(request.wishes, reader))
 

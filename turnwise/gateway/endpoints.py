@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class AddressForm:
+class EndpointTemplate:
     """How addresses are made.
 
     Attributes:
@@ -139,7 +139,7 @@ def check_base(base: str) -> None:
         raise ConfigError(f"{base!r} is no base URL: write http://host:port or https://host/path, without '?' and '#'")
 
 
-class Addressed:
+class EndpointRouter:
     """Turns the paths of addresses into those that the gateway's application knows.
 
     A proxy may have taken parts away from the front of a path. What is left before the token must be of the session

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from turnwise.errors import (
-    BudgetSpent,
-    GuideRefused,
+    BudgetExceeded,
     InferenceError,
     RenderError,
     RequestRefused,
     SessionError,
+    StructuredOutputError,
     TurnwiseError,
 )
 from turnwise.types import StopReason
@@ -72,10 +72,10 @@ def api_error(error: TurnwiseError, guide_field: str = "") -> ApiError:
         error: What was raised.
         guide_field: The field of the request that its answer is held to something by.
     """
-    if isinstance(error, GuideRefused):
+    if isinstance(error, StructuredOutputError):
         field = guide_field or "body"
         return unsupported(field, _without_address(error))
-    if isinstance(error, BudgetSpent):
+    if isinstance(error, BudgetExceeded):
         return ApiError(400, _spent(error), param="messages", code=CONTEXT)
     if isinstance(error, (SessionError, RenderError)):
         return ApiError(400, str(error), param="messages", code="invalid_request")
@@ -94,7 +94,7 @@ def _without_address(error: TurnwiseError) -> str:
     return told.replace(found[0], _SERVER).replace(found["host"], _SERVER) if found else told
 
 
-def _spent(error: BudgetSpent) -> str:
+def _spent(error: BudgetExceeded) -> str:
     """Return what agents are told when nothing is left.
 
     A prompt that fills the context is told in the words by which they know that a shorter history helps, with the

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Coroutine, Generator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from turnwise.chat.formats.live import Said
+from turnwise.chat.formats.live import StreamedTurn
 from turnwise.errors import TurnwiseError
 from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects import core as sse
@@ -88,7 +88,7 @@ def _rest(work: Coroutine[Any, Any, _T], awaited: Any) -> Generator[Any, Any, _T
 _log = logging.getLogger(__name__)
 _WATCH_AFTER = 0.02
 """Seconds into an answer from which on it is watched whether its client is still there."""
-_Event = tuple[int, Said | Answer | ApiError | None]
+_Event = tuple[int, StreamedTurn | Answer | ApiError | None]
 """Which answer, and what of it; None where it was placed and nothing was sampled yet."""
 
 
@@ -308,8 +308,8 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body has more than {most} bytes", code="request_too_large")
 
 
-def _written(writer: StreamWriter, index: int, event: Said | Answer | ApiError | None) -> bytes:
-    if isinstance(event, Said):
+def _written(writer: StreamWriter, index: int, event: StreamedTurn | Answer | ApiError | None) -> bytes:
+    if isinstance(event, StreamedTurn):
         say = writer.text if event.kind == "text" else writer.thoughts
         return say(index, event.text)
     if isinstance(event, Answer):
@@ -323,7 +323,7 @@ async def _produce(
     try:
         async with contextlib.aclosing(follow(entry.session, entry.reader, request, params)) as items:
             async for item in items:
-                queue.put_nowait((index, item if isinstance(item, (Said, Answer)) else None))
+                queue.put_nowait((index, item if isinstance(item, (StreamedTurn, Answer)) else None))
         entry.note_outcome(None)
     except TurnwiseError as error:
         entry.note_outcome(error)

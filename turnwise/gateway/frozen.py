@@ -18,7 +18,7 @@ from turnwise.gateway.proxy.endpoint import Endpoint, HostedConfig, base_url
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, RendererConfig
-from turnwise.inference.replica_set import Fleet
+from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, ModelInfo, Renderer
 from turnwise.recorder.ledger import Book, LedgerClient
 
@@ -147,7 +147,7 @@ class FrozenPolicies:
 
     def __init__(self) -> None:
         self.policies: dict[str, FrozenPolicy] = {}
-        self._fleets: list[Fleet] = []
+        self._fleets: list[ReplicaSet] = []
 
     async def recover(self, error: InferenceError) -> None:
         """Wait until all servers that were started here run, after a request failed.
@@ -175,7 +175,7 @@ class FrozenPolicies:
                 settings = config.inference
                 client = HTTPClient(config.urls, retries=settings.retries, retry_wait=settings.retry_wait)
             else:
-                fleet = Fleet(config.inference, config.directory(name, start), logs=logs / f"frozen-{name}")
+                fleet = ReplicaSet(config.inference, config.directory(name, start), logs=logs / f"frozen-{name}")
                 stack.push_async_callback(fleet.close)
                 await fleet.launch()
                 self._fleets.append(fleet)

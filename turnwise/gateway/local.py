@@ -16,7 +16,7 @@ from turnwise.errors import ConfigError, InferenceError, MissingExtraError, Turn
 from turnwise.gateway.app import GatewayApp
 from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects.response_format import abilities_of
-from turnwise.gateway.endpoints import Addressed, AddressForm, Place
+from turnwise.gateway.endpoints import EndpointRouter, EndpointTemplate, Place
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
@@ -56,7 +56,7 @@ def server_options(app: Application, limits: GatewayLimits, connections: int) ->
     )
 
 
-class Hatch:
+class SessionSocket:
     """Serves one session at a listening socket; made by :meth:`open`.
 
     Attributes:
@@ -177,7 +177,7 @@ class LocalGateway:
         model: str = "turnwise",
         host: str = "127.0.0.1",
         port: int = 0,
-        form: AddressForm | None = None,
+        form: EndpointTemplate | None = None,
         limits: GatewayLimits | None = None,
         endpoint: Endpoint | None = None,
         guides: bool = False,
@@ -198,7 +198,7 @@ class LocalGateway:
         self._renderer = renderer
         self._host = host
         self._wanted = port
-        self.form = form or AddressForm()
+        self.form = form or EndpointTemplate()
         self._sessions = Sessions(_opens_none, limits or GatewayLimits())
         # Nobody is told it: sessions are made and ended here.
         key = secrets.token_urlsafe(32)
@@ -217,9 +217,9 @@ class LocalGateway:
         )
         # A hatch asks for its own session only, so that nothing there needs an address taken apart.
         self._plain: Application = app
-        self._app = Addressed(app)
+        self._app = EndpointRouter(app)
         self._others: dict[str, Application] = {}
-        self._hatches: dict[str, list[Hatch]] = {}
+        self._hatches: dict[str, list[SessionSocket]] = {}
         self._starting = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._stop = _nothing
@@ -277,7 +277,7 @@ class LocalGateway:
     async def answer_at(self, door: Door, listener: socket.socket) -> str:
         """Answer an open door's session at another socket, too; see :meth:`Door.answer_at`."""
         try:
-            hatch = await Hatch.open(self._plain, door.entry.token, listener, self._sessions.limits)
+            hatch = await SessionSocket.open(self._plain, door.entry.token, listener, self._sessions.limits)
         except BaseException:  # also a cancellation: the socket is closed
             listener.close()
             raise

@@ -37,7 +37,7 @@ from turnwise.gateway.turns import Reader
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.http_process import HTTPProcess
 from turnwise.inference.process import ServerProcess
-from turnwise.inference.replica_set import Fleet
+from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
@@ -252,7 +252,7 @@ async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
         finally:
             await client.close()
         return
-    fleet = Fleet(config.inference, config.directory, logs=config.out / "logs")
+    fleet = ReplicaSet(config.inference, config.directory, logs=config.out / "logs")
     try:
         await fleet.launch()
         client = LedgerClient(fleet.client, ledger)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from turnwise.append_file import AppendFile
-from turnwise.errors import BudgetSpent, FormatError, RenderError, TurnwiseError, shown
+from turnwise.errors import BudgetExceeded, FormatError, RenderError, TurnwiseError, shown
 from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects.core import Fields, not_found
 from turnwise.gateway.dialects.responses_request import Conversations
@@ -188,7 +188,7 @@ class GatewaySession:
     used: float = field(default_factory=time.monotonic)
     closed: bool = False
     temperatures: set[float] = field(default_factory=set)
-    spent: BudgetSpent | None = None
+    spent: BudgetExceeded | None = None
     exhausted: asyncio.Event = field(default_factory=asyncio.Event)
     unrendered: RenderError | None = None
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class GatewaySession:
 
     def note_outcome(self, error: TurnwiseError | None) -> None:
         """Note how a request ended; what is left of an earlier one's failure is forgotten when one succeeds."""
-        self.spent = error if isinstance(error, BudgetSpent) else None
+        self.spent = error if isinstance(error, BudgetExceeded) else None
         self.unrendered = error if isinstance(error, RenderError) else None
         if self.spent is not None and self.spent.stop_reason != StopReason.CONTEXT_OVERFLOW:
             self.exhausted.set()

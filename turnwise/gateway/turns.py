@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from turnwise.chat.formats.live import LiveTurn, Said
+from turnwise.chat.formats.live import LiveTurn, StreamedTurn
 from turnwise.gateway.dialects.core import Answer, ChatRequest, TokenLogprob
 from turnwise.model.canonical import Canonical, TemplateArguments, template_arguments
 from turnwise.model.core import Renderer
-from turnwise.recorder.session import Opened, Recorded
+from turnwise.recorder.session import PromptPlacement, RecordedTurn
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, ToolSchema
 
 _TAIL = 64
@@ -30,7 +30,7 @@ class Recorder(Protocol):
         *,
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
-    ) -> Recorded:
+    ) -> RecordedTurn:
         """Record a turn."""
 
     def stream(
@@ -41,7 +41,7 @@ class Recorder(Protocol):
         *,
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[Opened | TokenDelta | Message]:
+    ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
         """Record a turn and show it meanwhile."""
 
 
@@ -86,7 +86,7 @@ def reader_of(reader: Reader, request: ChatRequest) -> Reader:
 
 async def follow(
     recorder: Recorder, reader: Reader, request: ChatRequest, params: SamplingParams
-) -> AsyncGenerator[Opened | Said | Answer, None]:
+) -> AsyncGenerator[PromptPlacement | StreamedTurn | Answer, None]:
     """Record one turn and yield how it was placed, what it says as far as that is certain, and last the whole.
 
     Args:
@@ -99,7 +99,7 @@ async def follow(
         TurnwiseError: As the session's.
     """
     turn: LiveTurn | None = None
-    opened: Opened | None = None
+    opened: PromptPlacement | None = None
     pieces: list[TokenDelta] = []
     reader = reader_of(reader, request)
     items = recorder.stream(request.messages, request.tools, params, template_args=request.template_args)
@@ -110,7 +110,7 @@ async def follow(
                 if turn is not None:
                     for said in turn.feed(item.token_ids.tolist()):
                         yield said
-            elif isinstance(item, Opened):
+            elif isinstance(item, PromptPlacement):
                 opened = item
                 turn = reader.live(item.tail, params.stop)
                 yield item
@@ -132,7 +132,7 @@ def _answer(
     reader: Reader,
     request: ChatRequest,
     params: SamplingParams,
-    opened: Opened,
+    opened: PromptPlacement,
     pieces: Sequence[TokenDelta | Completion],
     message: Message,
 ) -> Answer:

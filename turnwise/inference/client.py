@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from turnwise.errors import GuideRefused, InferenceError, RequestRefused, TurnwiseError
+from turnwise.errors import InferenceError, RequestRefused, StructuredOutputError, TurnwiseError
 from turnwise.inference import wire
 from turnwise.inference.connections import Answer, ConnectionFailed, Connections
 from turnwise.inference.wire import encode_request, encode_scoring
@@ -340,7 +340,7 @@ def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     if params.guide is not None and not params.guide.tag:
-        raise GuideRefused("params.guide has no tag: ask through a session, which writes it")
+        raise StructuredOutputError("params.guide has no tag: ask through a session, which writes it")
     return _Progress(params, prompt.ids)
 
 
@@ -357,7 +357,7 @@ def _session_header(session_id: str) -> dict[str, str] | None:
 def _refusal(status: int, raw: bytes, url: str, *, guided: bool = False) -> TurnwiseError:
     message = f"{url} answered {status}: {wire.error_message(raw)}"
     if guided and status == 400:
-        return GuideRefused(message)
+        return StructuredOutputError(message)
     # Too many requests, and time-outs, pass; other refusals stay what they are.
     return RequestRefused(message) if 400 <= status < 500 and status not in (408, 429) else InferenceError(message)
 

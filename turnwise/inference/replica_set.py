@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
 
 
-class Fleet:
+class ReplicaSet:
     """Built-in servers of one model.
 
     Attributes:

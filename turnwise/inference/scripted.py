@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.errors import GuideRefused, RequestRefused, SessionError
+from turnwise.errors import RequestRefused, SessionError, StructuredOutputError
 from turnwise.model.canonical import canonical_arguments, canonical_messages
 from turnwise.model.core import LLMClient, ModelInfo, Renderer
 from turnwise.recorder.session import Session, SessionLimits
@@ -98,7 +98,7 @@ class ScriptedClient(LLMClient):
         if len(prompt.ids) >= self._context_length:
             raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, the context {self._context_length}")
         if params.guide is not None and not (self._guides and params.guide.tag):
-            raise GuideRefused("this script is held to nothing: leave params.guide out")
+            raise StructuredOutputError("this script is held to nothing: leave params.guide out")
         number = self._numbers.get(session_id, 0)
         self._numbers[session_id] = number + 1
         request = ScriptedRequest(session_id, number, prompt.ids, params, self._renderer)

@@ -221,7 +221,7 @@ class Replica(ABC):
         """End the server and wait for its process. Closing twice is no error."""
 
 
-class GuideTags(Protocol):
+class StructuralTags(Protocol):
     """What a completion is held to, as servers are sent it."""
 
     def tagged(self, guide: Guide, tail: TokenIds, tools: Sequence[ToolSchema]) -> Guide:
@@ -244,7 +244,7 @@ class Renderer(Protocol):
     why: str
     media: frozenset[str]
     """Kinds of media that it places besides text: ``image``, ``video``, ``audio``."""
-    guides: GuideTags
+    guides: StructuralTags
     """Grammars of completions in its chat format."""
     arguments: TemplateArguments
     """What the template is given besides messages, tools and what the run set: another value, another root."""

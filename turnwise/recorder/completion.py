@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
-from turnwise.errors import BudgetSpent, InferenceError, SessionError
+from turnwise.errors import BudgetExceeded, InferenceError, SessionError
 from turnwise.model.canonical import Canonical, canonical_arguments, canonical_messages
 from turnwise.model.core import Renderer
 from turnwise.recorder.tree import Match
@@ -62,7 +62,7 @@ def read_completion(
     return message, cut and completion.finish_reason == "length"
 
 
-def answer(message: Message, turn: int, issued: Container[str], *, cut: bool) -> tuple[Message, Canonical]:
+def parse_completion(message: Message, turn: int, issued: Container[str], *, cut: bool) -> tuple[Message, Canonical]:
     """Return the message that the agent is given, and its canonical form.
 
     The turn is named, and its calls have ids of their own. A call whose arguments can be neither shown nor kept is
@@ -153,7 +153,7 @@ def room_for(
         BudgetSpent: Nothing is left.
     """
     if limits.max_turns is not None and requests >= limits.max_turns:
-        raise BudgetSpent(
+        raise BudgetExceeded(
             StopReason.MAX_TURNS,
             f"session {session_id}: all {limits.max_turns} turns are used",
             used=requests,
@@ -161,7 +161,7 @@ def room_for(
         )
     room = limits.context_length - prompt
     if room <= 0:
-        raise BudgetSpent(
+        raise BudgetExceeded(
             StopReason.CONTEXT_OVERFLOW,
             f"session {session_id}: the prompt has {prompt} tokens, the context {limits.context_length}",
             used=prompt,
@@ -171,7 +171,7 @@ def room_for(
     if limits.max_total_tokens is not None:
         left = limits.max_total_tokens - committed
         if left <= 0:
-            raise BudgetSpent(
+            raise BudgetExceeded(
                 StopReason.MAX_TOKENS,
                 f"session {session_id}: all {limits.max_total_tokens} tokens are used",
                 used=committed,

@@ -43,7 +43,7 @@ def same_context(recorded: Sequence[Canonical], messages: Sequence[Canonical]) -
     return len(recorded) == len(messages) and all(same(*pair, sampled=False) for pair in pairs)
 
 
-class Echoes(Container[str]):
+class MessageMatcher(Container[str]):
     """The turns of a session by the ids of their calls.
 
     Args:
@@ -66,7 +66,7 @@ class Echoes(Container[str]):
         """Whether an id must not be given to a new call: one has it, or an agent uses it for a call of its own."""
         return call_id in self._issued or call_id in self._foreign
 
-    def issue(self, turn_id: str, meant: Canonical) -> None:
+    def register(self, turn_id: str, meant: Canonical) -> None:
         """Take note of a turn that an agent is given."""
         if meant.calls:
             self._turns[turn_id] = meant

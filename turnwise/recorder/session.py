@@ -17,19 +17,19 @@ import numpy as np
 from turnwise.errors import InferenceError, SessionError, TurnwiseError
 from turnwise.model.canonical import Canonical, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
-from turnwise.recorder.completion import SessionLimits, answer, check_completion, read_completion, room_for
+from turnwise.recorder.completion import SessionLimits, check_completion, parse_completion, read_completion, room_for
 from turnwise.recorder.forks import fork_reason
 from turnwise.recorder.history import History, Offers, snapshot
 from turnwise.recorder.ledger import join_deltas
-from turnwise.recorder.matching import Echoes, EchoPolicy, ReasoningPolicy
-from turnwise.recorder.tree import Match, Node, Opened, RootKey, Sampled, Tree, addressed, joined, segment_of
+from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy
+from turnwise.recorder.tree import Match, Node, PromptPlacement, RootKey, Sampled, Tree, addressed, joined, segment_of
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
 
 
 @dataclass(slots=True)
-class Placed:
+class PendingRequest:
     """A request that was placed and is yet to be answered."""
 
     messages: list[Canonical]
@@ -39,14 +39,14 @@ class Placed:
     fork: str | None
     renderer: Renderer
 
-    def opened(self) -> Opened:
+    def opened(self) -> PromptPlacement:
         """Return how it was placed."""
         new = 0 if self.match.context is not None else len(self.match.ids)
-        return Opened(len(self.prompt.ids), len(self.prompt.ids) - new, self.match.ids)
+        return PromptPlacement(len(self.prompt.ids), len(self.prompt.ids) - new, self.match.ids)
 
 
 @dataclass(slots=True)
-class Recorded:
+class RecordedTurn:
     """A turn that was recorded.
 
     Attributes:
@@ -55,12 +55,12 @@ class Recorded:
         message: What the agent is given.
     """
 
-    opened: Opened
+    opened: PromptPlacement
     completion: Completion
     message: Message
 
 
-__all__ = ["Opened", "Placed", "Recorded", "Session", "SessionLimits"]
+__all__ = ["PendingRequest", "PromptPlacement", "RecordedTurn", "Session", "SessionLimits"]
 
 
 class Session:
@@ -105,7 +105,7 @@ class Session:
         self._seed = seed
         self._one_temperature = one_temperature
         self._tree = Tree()
-        self._echoes = Echoes(strict=echo == "strict")
+        self._echoes = MessageMatcher(strict=echo == "strict")
         self._last: Message | None = None
         self._failure: TurnwiseError | None = None
         self._requests = 0
@@ -197,7 +197,7 @@ class Session:
         *,
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
-    ) -> Recorded:
+    ) -> RecordedTurn:
         """Do what :meth:`chat` does, and return with the message how it came about.
 
         Raises:
@@ -206,7 +206,7 @@ class Session:
         request = self._open(messages, tools, params, fork, template_args)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
-            return Recorded(request.opened(), completion, self._commit(request, completion))
+            return RecordedTurn(request.opened(), completion, self._commit(request, completion))
         except (InferenceError, SessionError) as error:
             self._failure = error
             raise
@@ -219,7 +219,7 @@ class Session:
         *,
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[Opened | TokenDelta | Message]:
+    ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
         """Ask as :meth:`chat` does, and show what is sampled while it is.
 
         Yields:
@@ -284,7 +284,7 @@ class Session:
         params: SamplingParams | None,
         fork: str | None,
         template_args: Mapping[str, Any] | None = None,
-    ) -> Placed:
+    ) -> PendingRequest:
         """Place a request in the tree. Nothing is sent and nothing is recorded."""
         renderer = self.renderer
         if template_args:
@@ -296,7 +296,7 @@ class Session:
         if limited.guide is not None:
             limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.ids, match.tools))
         self._requests += 1
-        return Placed(canonical, match, TokenPrompt(prompt), limited, fork, renderer)
+        return PendingRequest(canonical, match, TokenPrompt(prompt), limited, fork, renderer)
 
     def _match(
         self, messages: list[Canonical], tools: tuple[ToolSchema, ...], key: RootKey, renderer: Renderer
@@ -366,21 +366,21 @@ class Session:
 
     # Commit: no await from here on
 
-    def _commit(self, request: Placed, completion: Completion) -> Message:
+    def _commit(self, request: PendingRequest, completion: Completion) -> Message:
         match = request.match
         check_completion(completion, request.params, self.id)
         message, cut = read_completion(request.renderer, completion, match, request.params)
         return self._record(request, completion, message, cut=cut)
 
-    def _record(self, request: Placed, completion: Completion, message: Message, *, cut: bool) -> Message:
+    def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:
         match = request.match
         reason = None
         if match.context is not None or self._tree.siblings(match.parent):
             reason = request.fork or fork_reason(self._tree.roots, match, request.messages)
-        given, meant = answer(message, self._tree.turns, self._echoes, cut=cut)
+        given, meant = parse_completion(message, self._tree.turns, self._echoes, cut=cut)
         context = self._tree.context_of(match) or self._add(match.parent, match, match.ids, match.new, reason)
         self._add(context, match, completion.token_ids, (meant,), reason, completion, given["turn_id"])
-        self._echoes.issue(given["turn_id"], meant)
+        self._echoes.register(given["turn_id"], meant)
         # What is scored is what was said: agents edit their messages in place.
         self._last = snapshot(given)
         self._history.said(snapshot(given), meant)

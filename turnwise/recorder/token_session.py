@@ -12,7 +12,7 @@ import numpy.typing as npt
 from turnwise.errors import InferenceError, SessionError
 from turnwise.model.canonical import Canonical
 from turnwise.recorder.completion import check_completion, read_completion
-from turnwise.recorder.session import Placed, Recorded, Session
+from turnwise.recorder.session import PendingRequest, RecordedTurn, Session
 from turnwise.recorder.tree import Match, Node, RootKey
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt, ToolSchema, as_ids
@@ -68,7 +68,7 @@ class TokenSession(Session):
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, tools: Sequence[ToolSchema] = ()
-    ) -> Recorded:
+    ) -> RecordedTurn:
         """Ask for a completion of these very ids and record both.
 
         Args:
@@ -84,7 +84,7 @@ class TokenSession(Session):
         request = self._place(_ids("prompt_ids", prompt_ids), params)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
-            return Recorded(request.opened(), completion, self._commit_ids(request, completion, tools))
+            return RecordedTurn(request.opened(), completion, self._commit_ids(request, completion, tools))
         except (InferenceError, SessionError) as error:
             self._failure = error
             raise
@@ -116,7 +116,7 @@ class TokenSession(Session):
 
     # Requests of ids
 
-    def _place(self, prompt: TokenIds, params: SamplingParams | None) -> Placed:
+    def _place(self, prompt: TokenIds, params: SamplingParams | None) -> PendingRequest:
         parent, used = self._deepest_prefix(prompt)
         new = prompt[used:].copy()
         context = next((node for node in self._below(parent) if np.array_equal(node.ids, new)), None)
@@ -127,7 +127,7 @@ class TokenSession(Session):
         match = Match(parent, context, meaning, new, None, len(self._tree.nodes), _KEY, ())
         limited = self._limited(params or self.params, prompt)
         self._requests += 1
-        return Placed([], match, TokenPrompt(prompt), limited, self._reason(match, prompt), self.renderer)
+        return PendingRequest([], match, TokenPrompt(prompt), limited, self._reason(match, prompt), self.renderer)
 
     def _below(self, parent: Node | None) -> list[Node]:
         return [node for node in self._tree.siblings(parent) if node.key == _KEY]
@@ -161,7 +161,7 @@ class TokenSession(Session):
         )
         return "continuation" if shared == len(prompt) else "history_edited" if shared else "restart"
 
-    def _commit_ids(self, request: Placed, completion: Completion, tools: Sequence[ToolSchema]) -> Message:
+    def _commit_ids(self, request: PendingRequest, completion: Completion, tools: Sequence[ToolSchema]) -> Message:
         match = request.match
         check_completion(completion, request.params, self.id)
         message, cut = read_completion(request.renderer, completion, replace(match, tools=tuple(tools)), request.params)

@@ -202,7 +202,7 @@ Place = tuple[Node, int]
 
 
 @dataclass(slots=True)
-class Opened:
+class PromptPlacement:
     """How a request was placed: what the stream of a session yields first.
 
     Attributes:

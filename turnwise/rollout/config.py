@@ -185,7 +185,7 @@ class RolloutConfig(BaseModel):
         agent_loop_manager_class: The class that replaces the rollout manager, as ``pkg.module.Class``,
             ``pkg.module:Class`` or ``path/to/file.py:Class``; by default the package's own.
         lease_timeout: Seconds after which a group that such a class works on is given out again, unless it calls
-            ``current_rollout().beat(request)`` in between; by default it is waited for.
+            ``current_rollout().heartbeat(request)`` in between; by default it is waited for.
         agent_loop_config_path: A YAML file that lists agents which tasks and ``agent`` may name besides the registered
             ones.
         group_size: Episodes per task, whose trajectories are compared with each other.

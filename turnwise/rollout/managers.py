@@ -18,14 +18,14 @@ from turnwise.model.core import LLMClient, Renderer
 from turnwise.plugins import load_class_from_fqn
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
-from turnwise.rollout.outstanding import HandedOut
+from turnwise.rollout.outstanding import OutstandingRequests
 from turnwise.rollout.producer import FailureWatch, RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
-class CheckedBuffer(ReplayBuffer):
+class ValidatingBuffer(ReplayBuffer):
     """A buffer that looks at what a manager from elsewhere puts into it, and writes what that did not write.
 
     Args:
@@ -176,17 +176,17 @@ class CurrentRollout:
         handed_out: Watches over what the manager works on, with ``rollout.lease_timeout``.
     """
 
-    buffer: CheckedBuffer
+    buffer: ValidatingBuffer
     parts: RolloutParts
-    handed_out: HandedOut | None = None
+    handed_out: OutstandingRequests | None = None
 
-    def beat(self, request: RolloutRequest) -> bool:
+    def heartbeat(self, request: RolloutRequest) -> bool:
         """Say that somebody works on a request, so that ``rollout.lease_timeout`` begins anew. From the loop's thread.
 
         Returns:
             Whether its group is waited for. Else it has arrived, or was given out again to somebody else.
         """
-        return self.handed_out is None or self.handed_out.beat(request)
+        return self.handed_out is None or self.handed_out.heartbeat(request)
 
 
 _CURRENT: contextvars.ContextVar[CurrentRollout] = contextvars.ContextVar("turnwise_current_rollout")
@@ -283,12 +283,12 @@ class OutsideManager(RolloutManager):
         if reference is None or found is None:
             raise ConfigError(f"{KEY} is missing")
         seconds, say = config.lease_timeout, parts.notify or (lambda _: None)
-        handed_out = None if seconds is None else HandedOut(seconds, say)
+        handed_out = None if seconds is None else OutstandingRequests(seconds, say)
         waited_for = None if handed_out is None else handed_out.arrived
         inside = buffer or LocalReplayBuffer()
         unclaimed = None if parts.journal is None else parts.journal.unclaimed.update
         most = config.max_failed_groups
-        checked = CheckedBuffer(inside, parts.write, most=most, waited_for=waited_for, unclaimed=unclaimed)
+        checked = ValidatingBuffer(inside, parts.write, most=most, waited_for=waited_for, unclaimed=unclaimed)
         parts = replace(parts, write=checked.write, settings=_settings(found, reference, parts.custom))
         current = CurrentRollout(checked, parts, handed_out)
         create: Callable[..., Any] = _attribute(found, "create")
@@ -324,7 +324,7 @@ class OutsideManager(RolloutManager):
             TurnwiseError: It raised.
         """
         if self._current.handed_out is not None:
-            self._current.handed_out.give(requests)
+            self._current.handed_out.add(requests)
         before = asyncio.all_tasks()
         token = _CURRENT.set(self._current)
         try:
@@ -398,7 +398,7 @@ class OutsideManager(RolloutManager):
         except Exception as error:  # a user's class: what it raises is named as its own
             raise TrainError(f"{self._name}.cancel raised {type(error).__name__}: {error}") from error
         if self._current.handed_out is not None:
-            self._current.handed_out.forget(found)
+            self._current.handed_out.remove(found)
         return found
 
     async def close(self) -> None:

@@ -41,7 +41,7 @@ class LeaseTable:
         """Give something into somebody's hands; a lease of that name is replaced."""
         self._held[name] = (seconds, now + seconds)
 
-    def beat(self, name: str, now: float) -> bool:
+    def heartbeat(self, name: str, now: float) -> bool:
         """Note a sign of life; False where the lease ran out or never was."""
         if name not in self._held or self._held[name][1] <= now:
             return False
@@ -95,9 +95,9 @@ class Leases:
         if self._timer is None:
             self._arm()
 
-    def beat(self, name: str) -> bool:
+    def heartbeat(self, name: str) -> bool:
         """Note a sign of life; False where the lease ran out or never was."""
-        return self._table.beat(name, self._time().time())
+        return self._table.heartbeat(name, self._time().time())
 
     def done(self, name: str) -> bool:
         """End a lease; False where there is none."""
@@ -133,7 +133,7 @@ class Leases:
             self._lost(name)
 
 
-class HandedOut:
+class OutstandingRequests:
     """Watches over requests until their groups arrive.
 
     Args:
@@ -153,15 +153,15 @@ class HandedOut:
         """Set who has a request rolled out anew whose lease ran out."""
         self._again = again
 
-    def give(self, requests: Iterable[RolloutRequest]) -> None:
+    def add(self, requests: Iterable[RolloutRequest]) -> None:
         """Note that requests were handed out."""
         for request in requests:
             self._out[request.key] = request
             self._leases.grant(request.key)
 
-    def beat(self, request: RolloutRequest) -> bool:
+    def heartbeat(self, request: RolloutRequest) -> bool:
         """Note that somebody works on a request; False where nobody waits for it."""
-        return self._leases.beat(request.key)
+        return self._leases.heartbeat(request.key)
 
     def arrived(self, group: TrajectoryGroup) -> bool:
         """Note that a group is there; False where nobody waits for it: another attempt was faster."""
@@ -174,10 +174,10 @@ class HandedOut:
         if key is None:
             self._say(f"group {group.id} of task {group.task_id} came too late: another attempt was faster")
             return False
-        self.forget([key])
+        self.remove([key])
         return True
 
-    def forget(self, keys: Collection[str]) -> None:
+    def remove(self, keys: Collection[str]) -> None:
         """Wait for requests no longer."""
         for key in keys:
             self._out.pop(key, None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from turnwise.errors import DiskError, EnvError, InferenceError, RunnerLost, TrainError, TurnwiseError
+from turnwise.errors import DiskError, EnvError, InferenceError, RunnerDisconnected, TrainError, TurnwiseError
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
@@ -348,7 +348,7 @@ class RolloutProducer(RolloutManager):
                 return outcome.trajectories
             if isinstance(error, InferenceError) and self._parts.recover is not None:
                 await self._parts.recover(error)
-            if isinstance(error, RunnerLost) and lost > 0:
+            if isinstance(error, RunnerDisconnected) and lost > 0:
                 lost -= 1
                 if self._buffer is not None and request.partition == "train":
                     self._buffer.reissued()

@@ -15,8 +15,8 @@ from turnwise.agents.roles import Compare, compared_within
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
-from turnwise.errors import AgentError, BudgetSpent, ConfigError, EnvError, TurnwiseError
-from turnwise.gateway.endpoints import AddressForm
+from turnwise.errors import AgentError, BudgetExceeded, ConfigError, EnvError, TurnwiseError
+from turnwise.gateway.endpoints import EndpointTemplate
 from turnwise.gateway.frozen import FrozenPolicy
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.proxy.client import HostedClient
@@ -187,7 +187,7 @@ class EpisodeRunner:
             context_length=self._context_length,
             host=config.gateway.host,
             port=config.gateway.port,
-            form=AddressForm(config.address, config.gateway.public_urls),
+            form=EndpointTemplate(config.address, config.gateway.public_urls),
             endpoint=client.endpoint if isinstance(client, HostedClient) else None,
             guides=guides,
         )
@@ -439,9 +439,9 @@ class EpisodeRunner:
         )
 
 
-def _budget_spent(error: BaseException | None) -> BudgetSpent | None:
+def _budget_spent(error: BaseException | None) -> BudgetExceeded | None:
     """Return the BudgetSpent that an agent's error is, was raised from, or consists of (a task group's)."""
-    while error is not None and not isinstance(error, BudgetSpent):
+    while error is not None and not isinstance(error, BudgetExceeded):
         if isinstance(error, BaseExceptionGroup):
             found = [_budget_spent(each) for each in error.exceptions]
             return found[0] if all(found) else None

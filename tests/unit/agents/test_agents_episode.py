@@ -13,7 +13,7 @@ from turnwise.agents.registry import register_agent
 from turnwise.envs.core import Env, StepResult
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, BudgetSpent
+from turnwise.errors import AgentError, BudgetExceeded
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
@@ -77,7 +77,7 @@ class OneByOne(Agent):
         for call in message["tool_calls"]:
             try:
                 LOG.append((await episode.call(call)).error or "answered")
-            except BudgetSpent as spent:
+            except BudgetExceeded as spent:
                 LOG.append(spent.stop_reason)
                 if not self.swallow:
                     raise

@@ -19,7 +19,7 @@ from turnwise.compat.verl_agent_loop import (
     simple_timer,
 )
 from turnwise.envs.library.lookup import table
-from turnwise.errors import AgentError, BudgetSpent, RegistryError
+from turnwise.errors import AgentError, BudgetExceeded, RegistryError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
@@ -248,7 +248,7 @@ class Asks(AgentLoopBase):
         try:
             while True:
                 await self.server_manager.generate(prompt_ids=[5, 6], sampling_params=sampling_params)
-        except BudgetSpent:
+        except BudgetExceeded:
             SEEN.append("spent")
             raise
 

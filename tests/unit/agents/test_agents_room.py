@@ -8,7 +8,7 @@ from support.chat_models import renderer_for
 from support.examples import examples
 from turnwise import Agent, ToolEnv, function_tool
 from turnwise.agents import register_agent
-from turnwise.agents.core import fit_messages, fitted
+from turnwise.agents.core import fit_messages, truncate_tool_results
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
@@ -22,7 +22,7 @@ TEXTS = st.tuples(st.text(max_size=5), st.integers(0, 60)).map(lambda pair: pair
 @given(st.lists(TEXTS, max_size=5), st.integers(-5, 300))
 def test_they_fit_and_only_long_ones_are_cut(texts, room):
     count = renderer_for("qwen3").count
-    found = fitted(texts, room, count)
+    found = truncate_tool_results(texts, room, count)
     assert len(found) == len(texts)
     if room < len(texts):
         assert found == texts
@@ -39,7 +39,7 @@ def test_most_texts_are_never_counted():
     def refuse(text: str) -> int:
         raise AssertionError(f"{text!r} was counted")
 
-    assert fitted(["abc", "数据"], 9, refuse) == ["abc", "数据"]
+    assert truncate_tool_results(["abc", "数据"], 9, refuse) == ["abc", "数据"]
 
 
 def test_only_texts_of_tools_are_cut():

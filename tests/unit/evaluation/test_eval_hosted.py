@@ -18,7 +18,7 @@ from aiohttp import web
 from support.hosted_server import KEY, Provider, provider
 from turnwise.agents.core import Agent, Episode
 from turnwise.cli import main
-from turnwise.errors import GuideRefused, SessionError
+from turnwise.errors import SessionError, StructuredOutputError
 from turnwise.evaluation.config import EvalConfig
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.endpoint import Endpoint, HostedConfig, base_url
@@ -218,7 +218,7 @@ async def test_what_a_session_asks_for_is_sent_or_refused() -> None:
             "stop": ["\n"],
         }
         assert session.turn_metrics["t0"]["seed"] == 4
-        with pytest.raises(GuideRefused, match=r"leave params\.guide out"):
+        with pytest.raises(StructuredOutputError, match=r"leave params\.guide out"):
             await session.chat(asked, params=replace(session.params, guide=Guide(schema={"type": "object"})))
         for field, value in (("top_k", 5), ("min_p", 0.1), ("stop_token_ids", (3,)), ("ignore_eos", True)):
             with pytest.raises(SessionError, match=rf"params\.{field}"):

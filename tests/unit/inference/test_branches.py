@@ -18,7 +18,7 @@ from turnwise.errors import InferenceError, RenderError
 from turnwise.gateway.local import LocalGateway
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient, read_ledger
-from turnwise.recorder.session import Opened, Session, SessionLimits
+from turnwise.recorder.session import PromptPlacement, Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.sessions import EpisodeSessions
 from turnwise.trainer.algorithms.aggregation import loss_weights
@@ -358,7 +358,7 @@ async def test_a_stream_leaves_what_a_request_leaves() -> None:
     for text in ("r", "s"):
         given = await straight.chat(history, [TOOL])
         seen = [each async for each in streamed.stream(history, [TOOL])]
-        assert isinstance(seen[0], Opened)
+        assert isinstance(seen[0], PromptPlacement)
         assert all(isinstance(each, TokenDelta) for each in seen[1:-1])
         assert seen[-1] == given
         history += [given, user(text)]

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from turnwise.errors import GuideRefused, InferenceError, RequestRefused
+from turnwise.errors import InferenceError, RequestRefused, StructuredOutputError
 from turnwise.inference import wire
 from turnwise.inference.client import Balancer, HTTPClient
 from turnwise.model.core import ModelInfo
@@ -430,7 +430,7 @@ HELD = replace(PARAMS, guide=Guide(tag='{"format": {"type": "any_text"}}'))
 async def test_a_guide_is_sent_as_its_tag(make):
     async with Fake(answer([5])) as fake:
         await make(fake).generate(PROMPT, HELD, session_id="s")
-        with pytest.raises(GuideRefused, match="has no tag"):
+        with pytest.raises(StructuredOutputError, match="has no tag"):
             await make(fake).generate(PROMPT, replace(PARAMS, guide=Guide(schema={})), session_id="s")
     (body,) = fake.bodies
     assert body["sampling_params"]["structured_outputs"] == {"structural_tag": HELD.guide.tag}
@@ -439,9 +439,9 @@ async def test_a_guide_is_sent_as_its_tag(make):
 async def test_a_refusal_of_what_is_held_is_one_of_the_guide(make):
     refusal = reply(b'{"error": {"message": "no such grammar"}}', 400)
     async with Fake(refusal, refusal, refusal) as fake:
-        with pytest.raises(GuideRefused, match="no such grammar"):
+        with pytest.raises(StructuredOutputError, match="no such grammar"):
             await make(fake).generate(PROMPT, HELD, session_id="s")
-        with pytest.raises(GuideRefused, match="no such grammar"):
+        with pytest.raises(StructuredOutputError, match="no such grammar"):
             await collect(make(fake), HELD)
         with pytest.raises(RequestRefused, match="no such grammar"):
             await make(fake).generate(PROMPT, PARAMS, session_id="s")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from support.loop_clock import pass_time
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.replica_set import Fleet
+from turnwise.inference.replica_set import ReplicaSet
 
 
 class Server:
@@ -51,9 +51,9 @@ class Server:
 
 
 @asynccontextmanager
-async def fleet_of(number: int = 1, **settings: float) -> AsyncIterator[tuple[Fleet, list[Server]]]:
+async def fleet_of(number: int = 1, **settings: float) -> AsyncIterator[tuple[ReplicaSet, list[Server]]]:
     """A fleet that runs, and its servers."""
-    fleet = Fleet(InferenceConfig(replicas=number, **settings), Path("model"), logs=Path("logs"))
+    fleet = ReplicaSet(InferenceConfig(replicas=number, **settings), Path("model"), logs=Path("logs"))
     servers = [Server(f"http://127.0.0.1:{each + 1}") for each in range(number)]
     fleet.replicas = servers  # type: ignore[assignment]
     await fleet.launch()
@@ -63,7 +63,7 @@ async def fleet_of(number: int = 1, **settings: float) -> AsyncIterator[tuple[Fl
         await fleet.close()
 
 
-async def die_and_recover(fleet: Fleet, server: Server) -> None:
+async def die_and_recover(fleet: ReplicaSet, server: Server) -> None:
     server.die()
     await fleet.recover(InferenceError("a request failed"))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.chat_models import FAMILIES, renderer_for
 from support.examples import examples
 from turnwise.chat.formats.core import TurnText
-from turnwise.chat.formats.live import LiveScan, LiveTurn, Said
+from turnwise.chat.formats.live import LiveScan, LiveTurn, StreamedTurn
 from turnwise.chat.tokens import Marks
 from turnwise.errors import RenderError
 from turnwise.types import as_ids, text_of
@@ -161,7 +161,7 @@ def test_an_answer_behind_reasoning_that_nobody_opened_may_be_a_call(step: int) 
     def begins(text: str) -> bool | None:
         return None if text == "{" else text.startswith("{c")
 
-    def walked(text: str) -> list[Said]:
+    def walked(text: str) -> list[StreamedTurn]:
         scan = LiveScan(Marks({}, ()), ("<think>", "</think>"), (), begins, opened=False, settled=False)
         return [said for at in range(0, len(text), step) for said in scan.feed(text[at : at + step])]
 

@@ -18,7 +18,7 @@ from turnwise.chat.formats import tags
 from turnwise.chat.formats.tags import unheld
 from turnwise.chat.renderer import load_renderer
 from turnwise.engine.structured_output import grammar_of
-from turnwise.errors import GuideRefused
+from turnwise.errors import StructuredOutputError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.inference.wire import BadRequest, decode_request, encode_request
 from turnwise.model.canonical import canonical_messages
@@ -32,7 +32,7 @@ def test_whatever_is_sampled_under_a_guide_keeps_to_it(family: str) -> None:
     ended = dict.fromkeys(HELD, 0)
     for held, guide in HELD.items():
         if family in WITHOUT_CALLS and guide.calls:
-            with pytest.raises(GuideRefused, match="chat format pythonic"):
+            with pytest.raises(StructuredOutputError, match="chat format pythonic"):
                 walks.walk(guide, 0)
             ended[held] = 1
             continue
@@ -96,7 +96,7 @@ def _added(family: str) -> dict[int, Any]:
 )
 def test_a_schema_that_nothing_would_be_held_to_is_refused(schema: dict[str, Any], keyword: str) -> None:
     walks = walker("qwen2_5")
-    with pytest.raises(GuideRefused, match=re.escape(f"'{keyword}'")):
+    with pytest.raises(StructuredOutputError, match=re.escape(f"'{keyword}'")):
         walks.renderer.guides.tagged(Guide(schema=schema), walks.prompt, ())
 
 
@@ -117,7 +117,7 @@ def test_a_schema_that_can_be_held_to_is_not_refused(schema: Any) -> None:
 
 def test_a_call_of_no_tool_is_refused() -> None:
     walks = walker("qwen2_5")
-    with pytest.raises(GuideRefused, match="'later' is asked for"):
+    with pytest.raises(StructuredOutputError, match="'later' is asked for"):
         walks.renderer.guides.tagged(Guide(calls=("later",), text=False), walks.prompt, TOOLS)
 
 
@@ -194,7 +194,7 @@ async def test_a_session_sends_the_tag_of_its_prompt() -> None:
     (sent,) = client.requests
     assert sent.params.guide is not None
     assert sent.params.guide.tag == renderer.guides.tagged(Guide(schema=SCHEMA), sent.prompt, ()).tag
-    with pytest.raises(GuideRefused):
+    with pytest.raises(StructuredOutputError):
         await session.chat(asked, params=SamplingParams(guide=Guide(schema={"not": {}, "if": {"const": 1}})))
     # What is refused has used no turn, and is no failure.
     assert (session.turns, session.failure, len(client.requests)) == (1, None, 1)
@@ -204,9 +204,9 @@ async def test_a_client_that_cannot_refuses() -> None:
     renderer = renderer_for("qwen3")
     client = ScriptedClient(renderer, ["text"])
     session = Session(client, renderer, id="s", limits=SessionLimits(context_length=1000))
-    with pytest.raises(GuideRefused, match="leave params"):
+    with pytest.raises(StructuredOutputError, match="leave params"):
         await session.chat([{"role": "user", "content": "Hi."}], params=SamplingParams(guide=Guide(schema=SCHEMA)))
     assert session.failure is None
     trusting = ScriptedClient(renderer, ["text"], guides=True)
-    with pytest.raises(GuideRefused):
+    with pytest.raises(StructuredOutputError):
         await trusting.generate(TokenPrompt(as_ids([1])), SamplingParams(guide=Guide(schema=SCHEMA)), session_id="")

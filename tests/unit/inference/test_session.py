@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.behaviours import behave, plans, scripts
 from support.examples import examples
 from support.toy_renderer import CALL, CALL_END, END, ToyRenderer
-from turnwise.errors import BudgetSpent, InferenceError, SessionError
+from turnwise.errors import BudgetExceeded, InferenceError, SessionError
 from turnwise.inference.scripted import ScriptedClient, replay
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory, to_samples
@@ -247,14 +247,14 @@ class TestLimits:
         # 4 prompt ids once, 10 and 40 sampled ones: 16 of 70 are left.
         await session.chat([user("q")])
         assert client.requests[-1].params.max_tokens == 16
-        with pytest.raises(BudgetSpent) as spent:
+        with pytest.raises(BudgetExceeded) as spent:
             await session.chat([user("q")])
         assert spent.value.stop_reason == StopReason.MAX_TOKENS
 
     async def test_a_prompt_that_fills_the_context_is_not_sent(self) -> None:
         client = ScriptedClient(ToyRenderer(), ["a"])
         session = new_session(client, limits=SessionLimits(context_length=10))
-        with pytest.raises(BudgetSpent) as spent:
+        with pytest.raises(BudgetExceeded) as spent:
             await session.chat([user("q" * 7)])
         assert spent.value.stop_reason == StopReason.CONTEXT_OVERFLOW
         assert not client.requests
@@ -263,7 +263,7 @@ class TestLimits:
         session = new_session(["a"] * 3, limits=SessionLimits(context_length=100, max_turns=2))
         await session.chat([user("q")])
         await session.chat([user("q")])
-        with pytest.raises(BudgetSpent) as spent:
+        with pytest.raises(BudgetExceeded) as spent:
             await session.chat([user("q")])
         assert spent.value.stop_reason == StopReason.MAX_TURNS
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.audited import assert_sound
 from support.examples import examples
 from support.toy_renderer import END, FIRST_CHARACTER, ToyRenderer
-from turnwise.errors import BudgetSpent, InferenceError, SessionError
+from turnwise.errors import BudgetExceeded, InferenceError, SessionError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import SessionLimits
@@ -125,7 +125,7 @@ async def test_limits_and_failures_hold() -> None:
         await session.generate([C])
     assert str(session.failure) == "gone"
     assert session.turns == 1
-    with pytest.raises(BudgetSpent):
+    with pytest.raises(BudgetExceeded):
         await session.generate([C])
     for wrong in ([], [-1], [[1]], ["a"], [1 << 40]):
         with pytest.raises(SessionError, match="prompt_ids must be a list of"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.outstanding import HandedOut, Leases, LeaseTable
+from turnwise.rollout.outstanding import Leases, LeaseTable, OutstandingRequests
 from turnwise.tasks import Task
 from turnwise.trajectory import TrajectoryGroup
 
@@ -68,7 +68,7 @@ def test_a_lease_runs_out_when_nothing_was_heard_for_its_time(events: list[tuple
             leases.grant(name)
             heard[name] = clock.now
         elif what == "beat":
-            assert leases.beat(name) == (name in heard)
+            assert leases.heartbeat(name) == (name in heard)
             heard |= {name: clock.now} if name in heard else {}
         else:
             assert leases.done(name) == (heard.pop(name, None) is not None)
@@ -96,7 +96,7 @@ def test_nobody_is_lost_while_this_process_itself_stood_still() -> None:
     leases.grant("a")
     clock.move(60, blocked=True)
     assert told == []
-    assert leases.beat("a")
+    assert leases.heartbeat("a")
     clock.move(11)
     assert told == ["a"]
 
@@ -112,12 +112,12 @@ def test_the_table_knows_its_next_expiry() -> None:
 
 def test_what_is_lost_is_asked_for_again_and_the_late_group_is_not_taken() -> None:
     clock, said, again = Hand(), [], []
-    out = HandedOut(10, said.append, clock)
-    out.reissue_by(lambda request: (again.append(request.key), out.give([request])))
+    out = OutstandingRequests(10, said.append, clock)
+    out.reissue_by(lambda request: (again.append(request.key), out.add([request])))
     requests = [RolloutRequest(Task(name, "?")) for name in ("t1", "t2")]
-    out.give(requests)
+    out.add(requests)
     clock.move(6)
-    assert out.beat(requests[0])
+    assert out.heartbeat(requests[0])
     clock.move(6)
     assert again == [requests[1].key]
     assert said == ["task t2: no sign of life for 10 s, so it is given out again"]
@@ -125,7 +125,7 @@ def test_what_is_lost_is_asked_for_again_and_the_late_group_is_not_taken() -> No
     assert out.arrived(group)
     assert not out.arrived(group)
     assert said[1:] == ["group g of task t2 came too late: another attempt was faster"]
-    assert not out.beat(requests[1])
-    out.forget([requests[0].key])
+    assert not out.heartbeat(requests[1])
+    out.remove([requests[0].key])
     clock.move(100)
     assert len(again) == 1

@@ -11,7 +11,7 @@ import pytest
 from turnwise.config import dump_config, load_config
 from turnwise.errors import ConfigError
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.setup import STRATEGIES, Admission, make_admission, make_strategy
+from turnwise.rollout.replay.setup import STRATEGIES, StalenessBound, make_admission, make_strategy
 from turnwise.rollout.replay.strategies import (
     Bounded,
     Choice,
@@ -19,7 +19,7 @@ from turnwise.rollout.replay.strategies import (
     GroupFacts,
     Mixed,
     OnPolicy,
-    Prioritised,
+    Prioritized,
     priority,
 )
 
@@ -70,15 +70,15 @@ def test_prioritised_draws_in_proportion() -> None:
     ready = [facts("a", 0, EVEN), facts("b", 0, MIXED_REWARDS)]
 
     def share(alpha: float) -> float:
-        taken = Counter(Prioritised(alpha, seed=7).choose(ready, [], step, 1).take for step in range(1, 1001))
+        taken = Counter(Prioritized(alpha, seed=7).choose(ready, [], step, 1).take for step in range(1, 1001))
         return taken["b",] / 1000
 
     assert share(0.0) == pytest.approx(0.5, abs=0.05)
     weight = (priority(MIXED_REWARDS) / priority(EVEN)) ** 0.3
     assert share(0.3) == pytest.approx(weight / (1 + weight), abs=0.05)
     # The same draw whatever arrived first.
-    turned = Prioritised(0.3, seed=7).choose(ready[::-1], [], 4, 2)
-    assert turned == Prioritised(0.3, seed=7).choose(ready, [], 4, 2)
+    turned = Prioritized(0.3, seed=7).choose(ready[::-1], [], 4, 2)
+    assert turned == Prioritized(0.3, seed=7).choose(ready, [], 4, 2)
 
 
 def test_mixed_takes_its_share_of_what_was_trained() -> None:
@@ -95,24 +95,24 @@ def test_mixed_takes_its_share_of_what_was_trained() -> None:
 
 
 def test_room_is_what_can_be_trained_in_time() -> None:
-    admission = Admission(4, ahead=2, bound=2)
+    admission = StalenessBound(4, ahead=2, bound=2)
     assert admission.room(outstanding=0, version=7, step=8) == 12
     # While step 8 is trained, what is asked for now can be trained in steps 9 and 10.
     assert admission.room(outstanding=3, version=7, step=9) == 5
     assert admission.room(outstanding=20, version=7, step=9) == 0
     assert admission.room(outstanding=0, version=7, step=8, taken=2) == 10
-    assert Admission(4, ahead=2, bound=0).room(outstanding=0, version=7, step=9) == 0
-    assert Admission(4, ahead=1).room(outstanding=2, version=0, step=1) == 6
+    assert StalenessBound(4, ahead=2, bound=0).room(outstanding=0, version=7, step=9) == 0
+    assert StalenessBound(4, ahead=1).room(outstanding=2, version=0, step=1) == 6
 
 
 def test_defaults_by_mode() -> None:
     sync, apart = RunFacts(4, sync=True), RunFacts(4, sync=False)
     assert isinstance(make_strategy(ReplayConfig(), sync), OnPolicy)
     assert type(make_strategy(ReplayConfig(), apart)) is Bounded
-    assert make_admission(ReplayConfig(), sync) == Admission(4, 1, 0)
-    assert make_admission(ReplayConfig(), apart) == Admission(4, 1, 1)
+    assert make_admission(ReplayConfig(), sync) == StalenessBound(4, 1, 0)
+    assert make_admission(ReplayConfig(), apart) == StalenessBound(4, 1, 1)
     mixed = load_config(ReplayConfig, defaults={"strategy": "mixed", "stored_share": 0.3})
-    assert make_admission(mixed, apart) == Admission(3, 1, None)
+    assert make_admission(mixed, apart) == StalenessBound(3, 1, None)
     for name in STRATEGIES:
         make_strategy(load_config(ReplayConfig, defaults={"strategy": name}), apart)
 

@@ -16,7 +16,7 @@ from support.chat_models import renderer_for
 from turnwise.agents.core import Agent, Episode
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, InferenceError
-from turnwise.gateway.endpoints import AddressForm, Place, check_template
+from turnwise.gateway.endpoints import EndpointTemplate, Place, check_template
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout import EpisodeRunner, EpisodeSpec, RolloutConfig
 from turnwise.tasks import Task
@@ -137,16 +137,16 @@ async def test_a_proxy_in_front_passes_on_what_it_is_asked() -> None:
 
 
 def test_each_episode_is_given_the_base_that_the_fewest_have() -> None:
-    form = AddressForm("{base}/{token}", ["http://a/", "http://b"])
+    form = EndpointTemplate("{base}/{token}", ["http://a/", "http://b"])
     assert [form.take() for _ in range(3)] == ["http://a", "http://b", "http://a"]
     form.give_back("http://a")
     form.give_back("http://a")
     assert [form.take() for _ in range(3)] == ["http://a", "http://a", "http://b"]
-    assert AddressForm().take() is None
+    assert EndpointTemplate().take() is None
 
 
 def test_all_fields_of_an_address() -> None:
-    form = AddressForm("http://{host}:{port}/r/{rollout_id}/{attempt_id}/{session}/{token}/x")
+    form = EndpointTemplate("http://{host}:{port}/r/{rollout_id}/{attempt_id}/{session}/{token}/x")
     url = form.url(Place("g/1", "0", "solver/2"), "tok", host="[::1]", port=8)
     assert url == "http://[::1]:8/r/g%2F1/0/solver%2F2/tok/x"
     assert form.before(Place("g/1", "0", "solver/2"), "tok") == ("r", "g", "1", "0", "solver", "2")

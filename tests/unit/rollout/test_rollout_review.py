@@ -12,7 +12,7 @@ from turnwise.agents.core import Agent
 from turnwise.agents.react import ReActAgent
 from turnwise.envs.core import Env, StepResult
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, BudgetSpent, EnvError, InferenceError, TurnwiseError
+from turnwise.errors import AgentError, BudgetExceeded, EnvError, InferenceError, TurnwiseError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -161,7 +161,7 @@ async def test_a_spent_budget_is_known_through_an_agent_framework(how) -> None:
             return
         try:
             await episode.session.chat(messages)
-        except BudgetSpent as spent:
+        except BudgetExceeded as spent:
             if how == "from":
                 raise RuntimeError("the framework's own words") from spent
             if how == "as it is":
@@ -177,7 +177,7 @@ async def test_a_spent_budget_is_known_through_an_agent_framework(how) -> None:
 
 async def test_a_spent_budget_beside_a_bug_is_a_bug() -> None:
     async def act(episode):
-        raise ExceptionGroup("both", [BudgetSpent("max_turns", "spent"), ValueError("bug")])
+        raise ExceptionGroup("both", [BudgetExceeded("max_turns", "spent"), ValueError("bug")])
 
     assert isinstance((await run([], act=act)).error, AgentError)
 

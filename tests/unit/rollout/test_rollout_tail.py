@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from support.examples import examples
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Arrival, Bounded, Choice, Cut, Flight, GroupFacts, Tail
+from turnwise.rollout.replay.strategies import (
+    Arrival,
+    Bounded,
+    Choice,
+    Flight,
+    GroupFacts,
+    StragglerCutoff,
+    StragglerDeadline,
+)
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -29,10 +37,10 @@ def first(ready: int):
     looks=st.lists(st.floats(0, 80), max_size=20),
 )
 def test_a_batch_is_cut_when_it_is_due_and_not_before(times, seconds, share, looks) -> None:
-    tail, size, arrivals = Tail(seconds, share), len(times), sorted(times)
+    tail, size, arrivals = StragglerDeadline(seconds, share), len(times), sorted(times)
     begins = arrivals[tail.least(size) - 1]
     assert tail.least(size) >= share * size - 1e-6
-    cut, moment = Cut(), 0.0
+    cut, moment = StragglerCutoff(), 0.0
     pending = sorted([*arrivals, *looks])
     while pending:
         moment = pending.pop(0)
@@ -55,11 +63,11 @@ def test_a_batch_is_cut_when_it_is_due_and_not_before(times, seconds, share, loo
 
 
 def test_the_share_begins_anew_where_groups_were_dropped() -> None:
-    tail = Tail(5.0, 0.5)
-    assert tail.look(first(2), 2, 4, None, 10.0) == Cut(10.0, due=15.0)
-    assert tail.look(first(1), 1, 4, 10.0, 12.0) == Cut()
-    assert tail.look(first(3), 3, 4, None, 20.0) == Cut(20.0, due=25.0)
-    assert tail.look(first(3), 3, 4, 20.0, 25.0) == Cut(20.0, ("0", "1", "2"))
+    tail = StragglerDeadline(5.0, 0.5)
+    assert tail.look(first(2), 2, 4, None, 10.0) == StragglerCutoff(10.0, due=15.0)
+    assert tail.look(first(1), 1, 4, 10.0, 12.0) == StragglerCutoff()
+    assert tail.look(first(3), 3, 4, None, 20.0) == StragglerCutoff(20.0, due=25.0)
+    assert tail.look(first(3), 3, 4, 20.0, 25.0) == StragglerCutoff(20.0, ("0", "1", "2"))
 
 
 def test_what_is_too_old_is_no_part_of_a_share_and_a_cut_waits_for_no_flight() -> None:
@@ -71,12 +79,14 @@ def test_what_is_too_old_is_no_part_of_a_share_and_a_cut_waits_for_no_flight() -
     flying = [Flight(str(n), "t", "train", 2) for n in range(5)]
     assert strategy.choose(ready, flying, 4, 2).take is None, "five more have to be trained in this step"
     alone = lambda size: strategy.choose(ready, (), 4, size)  # noqa: E731
-    assert Tail(0.0, 1.0).look(alone, 3, 3, None, 0.0) == Cut(), "the first one is three steps old"
-    assert Tail(0.0, 0.5).look(alone, 3, 3, None, 0.0).take == ("1", "2")
+    assert StragglerDeadline(0.0, 1.0).look(alone, 3, 3, None, 0.0) == StragglerCutoff(), (
+        "the first one is three steps old"
+    )
+    assert StragglerDeadline(0.0, 0.5).look(alone, 3, 3, None, 0.0).take == ("1", "2")
 
 
 async def test_a_step_goes_on_without_its_last_groups() -> None:
-    buffer = LocalReplayBuffer(Arrival("key"), tail=Tail(0.0, 0.5))
+    buffer = LocalReplayBuffer(Arrival("key"), tail=StragglerDeadline(0.0, 0.5))
     for number in range(4):
         buffer.expect(RolloutRequest(Task(f"t{number}", "go")), 0)
     waiting = asyncio.create_task(buffer.sample(1, "train", 4))
@@ -93,7 +103,7 @@ async def test_a_step_goes_on_without_its_last_groups() -> None:
 
 
 async def test_the_deadline_wakes_the_step_though_nothing_comes() -> None:
-    buffer = LocalReplayBuffer(tail=Tail(0.02, 0.5))
+    buffer = LocalReplayBuffer(tail=StragglerDeadline(0.02, 0.5))
     await buffer.put(TrajectoryGroup("g", "t", [Trajectory("e", "e", "g", "t")]))
     async with asyncio.timeout(10):
         ref, metrics = await buffer.sample(1, "train", 2)
@@ -103,5 +113,5 @@ async def test_the_deadline_wakes_the_step_though_nothing_comes() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 10, 16])
 def test_a_share_of_all_cuts_nothing(size) -> None:
-    assert Tail(0.0, 1.0).least(size) == size
-    assert Tail(0.0, 0.9).least(10) == 9
+    assert StragglerDeadline(0.0, 1.0).least(size) == size
+    assert StragglerDeadline(0.0, 0.9).least(10) == 9

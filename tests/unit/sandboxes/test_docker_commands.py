@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from turnwise.sandboxes.docker import commands as attending
-from turnwise.sandboxes.docker.commands import Commands, Endings
+from turnwise.sandboxes.docker.commands import CommandKiller, Commands
 from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Output, Stream
 
 
@@ -51,7 +51,7 @@ def frame(stream: int, data: bytes) -> bytes:
 
 async def run(engine: Engine) -> tuple[int | None, bytes]:
     known: Any = engine
-    commands = Commands(Endings(known, "box", "1:1", {}, pids=10, keeps_files=True))
+    commands = Commands(CommandKiller(known, "box", "1:1", {}, pids=10, keeps_files=True))
     with engine.theirs:
         async with asyncio.timeout(10):
             code, out, _ = await commands.attend(

@@ -180,9 +180,9 @@ def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[
     options = {"loss_options": {"share": 0.2, "cov_low": 0.0}} if name == "clip_cov" else {}
     options |= {"loss_options": {"share": 0.2}} if name == "kl_cov" else {}
     whole, metrics = update(model_dir(), rows, 1000, loss=name, **options)
-    split, apart = update(model_dir(), rows, 1, loss=name, **options)
+    split, train_thread = update(model_dir(), rows, 1, loss=name, **options)
     torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
-    assert apart == pytest.approx(metrics, abs=1e-5, rel=1e-5)
+    assert train_thread == pytest.approx(metrics, abs=1e-5, rel=1e-5)
     assert whole.abs().max() > 1e-4
 
 

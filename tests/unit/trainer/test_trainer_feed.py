@@ -20,7 +20,7 @@ from turnwise.tasks import Task
 from turnwise.tasks.order import HeldOrder
 from turnwise.trainer.config.batch import BatchConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.run.task_scheduler import Feed, TaskStream
+from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, ToolCall
 
@@ -82,14 +82,16 @@ TASKS = [
 ]
 
 
-def feed(strategy: Strategy | None = None, state=None, **changes) -> tuple[Feed, Asked, LocalReplayBuffer, Told]:
+def feed(
+    strategy: Strategy | None = None, state=None, **changes
+) -> tuple[TaskScheduler, Asked, LocalReplayBuffer, Told]:
     rollout = RolloutConfig(env=SpecConfig(name="lookup"), group_size=4)
     config = TrainConfig.model_validate({
         "name": "x", "steps": 1, "policies": {"main": {"model": {"path": Path("m")}}}, "rollout": rollout, **changes,
     })  # fmt: skip
     asked, buffer = Asked(), LocalReplayBuffer(strategy)
     stream = Told(HeldOrder(TASKS, shuffle=False, state=state))
-    return Feed(config, stream, asked, buffer, lambda: 0), asked, buffer, stream
+    return TaskScheduler(config, stream, asked, buffer, lambda: 0), asked, buffer, stream
 
 
 async def test_what_is_on_its_way_survives_as_json_and_is_asked_for_first() -> None:
@@ -143,7 +145,7 @@ async def test_what_a_step_was_given_and_did_not_train_is_asked_for_first() -> N
     assert len(own.outstanding) == 3, "that one is trained"
 
 
-async def take(own: Feed, buffer: LocalReplayBuffer) -> str:
+async def take(own: TaskScheduler, buffer: LocalReplayBuffer) -> str:
     """Give a step one group; return its key."""
     ref, _ = await buffer.sample(1, "train", 1)
     own.done(ref, await buffer.fetch(ref))
@@ -349,7 +351,7 @@ async def test_a_group_that_is_trained_again_counts_once_for_its_task() -> None:
 
     config = feed()[0]._config
     buffer, asked = LocalReplayBuffer(Mixed(0.5, 2, 4)), Asked()
-    own = Feed(config, TaskStream(Watched(TASKS, shuffle=False)), asked, buffer, lambda: 0)
+    own = TaskScheduler(config, TaskStream(Watched(TASKS, shuffle=False)), asked, buffer, lambda: 0)
     own.top_up(2)
     for number in range(2):
         await buffer.put(asked.group(number))

@@ -251,22 +251,22 @@ def test_updates_combined(model_dir: Models, row: Row) -> None:
         batch.old_logprobs = batch.rollout_logprobs
         updates.append((learner.forward_backward([batch], PolicyObjective(), 1.0), learner.optim_step()))
     updates.append((learner.forward_backward([], PolicyObjective(), 1.0), learner.optim_step()))
-    combined = update_metrics(updates)
+    merge_metrics = update_metrics(updates)
     first, second = updates[0][0], updates[1][0]
-    assert combined["train/tokens"] == 14
-    assert combined["train/updates"] == 2
-    assert combined["train/skipped_updates"] == 1
+    assert merge_metrics["train/tokens"] == 14
+    assert merge_metrics["train/updates"] == 2
+    assert merge_metrics["train/skipped_updates"] == 1
     for name in ("entropy", "ratio", "approx_kl"):
         expected = (4 * first.means[name] + 10 * second.means[name]) / 14
-        assert combined[f"train/{name}"] == pytest.approx(expected)
-    assert combined["train/loss"] == pytest.approx((4 * first.loss + 10 * second.loss) / 14)
-    assert combined["train/ratio_max"] == max(first.maxima["ratio_max"], second.maxima["ratio_max"])
-    assert combined["train/grad_norm"] == pytest.approx((updates[0][1].grad_norm + updates[1][1].grad_norm) / 2)
-    assert combined["lr/adamw"] == 5e-2
+        assert merge_metrics[f"train/{name}"] == pytest.approx(expected)
+    assert merge_metrics["train/loss"] == pytest.approx((4 * first.loss + 10 * second.loss) / 14)
+    assert merge_metrics["train/ratio_max"] == max(first.maxima["ratio_max"], second.maxima["ratio_max"])
+    assert merge_metrics["train/grad_norm"] == pytest.approx((updates[0][1].grad_norm + updates[1][1].grad_norm) / 2)
+    assert merge_metrics["lr/adamw"] == 5e-2
     # The gap is that of equal weights: from before the first update.
-    assert combined["gap/mean"] == first.means["gap_abs"]
-    assert combined["gap/max"] == first.maxima["gap_max"]
-    assert [name for name in combined if meaning(name) is None] == []
+    assert merge_metrics["gap/mean"] == first.means["gap_abs"]
+    assert merge_metrics["gap/max"] == first.maxima["gap_max"]
+    assert [name for name in merge_metrics if meaning(name) is None] == []
     assert meaning("train/nonsense") is None
     assert update_metrics([]) == {"train/tokens": 0.0, "train/updates": 0.0, "train/skipped_updates": 0.0}
     assert checked({"a": 1, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from turnwise.trainer.loops.steps import combined, shares
-from turnwise.trainer.run.train_thread import Apart, inline
+from turnwise.trainer.loops.steps import merge_metrics, split_evenly
+from turnwise.trainer.run.train_thread import TrainThread, inline
 
 
 def test_parts_are_as_equal_as_can_be() -> None:
-    assert shares(16, 3) == [6, 5, 5]
-    assert shares(2, 2) == [1, 1]
+    assert split_evenly(16, 3) == [6, 5, 5]
+    assert split_evenly(2, 2) == [1, 1]
 
 
 def test_metrics_of_parts() -> None:
@@ -25,8 +25,8 @@ def test_metrics_of_parts() -> None:
         "batch/trained_tokens": 10.0, "batch/trajectories": 12.0, "reward/mean": 0.0, "train/loss": 5.0,
         "train/ratio_max": 1.0, "lag/max": 1.0, "lr/adamw": 0.1, "gap/mean": 9.0, "replay/ready": 0.0,
     }  # fmt: skip
-    assert combined([one]) == one
-    assert combined([one, other]) == {
+    assert merge_metrics([one]) == one
+    assert merge_metrics([one, other]) == {
         "batch/trained_tokens": 40.0, "batch/trajectories": 16.0,
         "reward/mean": 0.25,  # 4 of 16 trajectories
         "train/loss": 2.0,  # 1 on three quarters of the tokens, 5 on one
@@ -35,21 +35,21 @@ def test_metrics_of_parts() -> None:
     # What is lost or waited for in any part is lost by the step; of groups that wait the last part tells.
     sums = ("replay/short", "replay/reissued", "replay/reused", "straggler/cut_groups", "rollout/wasted_tokens")
     counts = dict.fromkeys((*sums, "straggler/carried", "replay/in_flight"), 2.0)
-    found = combined([one | counts, other | counts])
+    found = merge_metrics([one | counts, other | counts])
     assert {name: found[name] for name in counts} == counts | dict.fromkeys(sums, 4.0)
     ages = [part | {"replay/staleness_mean": age} for part, age in ((one, 1.0), (other, 0.0))]
-    assert combined(ages)["replay/staleness_mean"] == 0.25
+    assert merge_metrics(ages)["replay/staleness_mean"] == 0.25
     # A part in which every episode failed trained nothing.
     empty = {"batch/trajectories": 0.0, "batch/failed": 4.0}
-    assert combined([one, empty])["train/loss"] == 1.0
-    assert combined([one, empty])["batch/failed"] == 4.0
+    assert merge_metrics([one, empty])["train/loss"] == 1.0
+    assert merge_metrics([one, empty])["batch/failed"] == 4.0
 
 
 async def test_inline_is_here_and_apart_is_one_other_thread() -> None:
     here = threading.get_ident()
     assert await inline(threading.get_ident) == here
-    with Apart() as apart:
-        places = {await apart(threading.get_ident) for _ in range(3)}
+    with TrainThread() as train_thread:
+        places = {await train_thread(threading.get_ident) for _ in range(3)}
     assert len(places) == 1
     assert here not in places
 
@@ -63,8 +63,8 @@ async def test_a_cancelled_update_is_made_and_the_cancellation_comes_after_it() 
         return "updated"
 
     async def step() -> None:
-        with Apart() as apart:
-            seen.append(await apart(update))
+        with TrainThread() as train_thread:
+            seen.append(await train_thread(update))
             await asyncio.sleep(0)
             seen.append("went on")
 
@@ -82,5 +82,5 @@ async def test_what_fails_apart_fails_here() -> None:
     def update() -> None:
         raise ValueError("no")
 
-    with Apart() as apart, pytest.raises(ValueError, match="no"):
-        await apart(update)
+    with TrainThread() as train_thread, pytest.raises(ValueError, match="no"):
+        await train_thread(update)

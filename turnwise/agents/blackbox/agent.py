@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from turnwise.agents.blackbox.config import BlackBoxConfig, mounts_of, paths_within, read_config, settled
-from turnwise.agents.blackbox.program import Exit, Output, Program, ProgramError, Said, Workers
-from turnwise.agents.blackbox.sandboxed_program import InsideProgram, Quarters
+from turnwise.agents.blackbox.program import Exit, Output, Program, ProgramError, WorkerReply, Workers
+from turnwise.agents.blackbox.sandboxed_program import ProgramFolder, SandboxedProgram
 from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
 from turnwise.agents.blackbox.workdir import (
     API_KEY,
     PLACEHOLDERS,
-    Places,
+    Workdir,
     answer_at,
     check_arguments,
     environment,
@@ -146,7 +146,7 @@ class BlackBoxAgent(Agent):
         info = acting.episode.info
         given = info.get("workspace")
         config = self._config
-        places = await asyncio.to_thread(Places.make, config.scratch, config.workspace, given)
+        places = await asyncio.to_thread(Workdir.make, config.scratch, config.workspace, given)
         failed = True
         try:
             end = await self._in_places(acting, places, dict(info.get("files") or {}))
@@ -156,7 +156,7 @@ class BlackBoxAgent(Agent):
             if config.keep == "never" or (config.keep == "failed" and not failed):
                 await asyncio.to_thread(places.remove)
 
-    async def _in_places(self, acting: _Acting, places: Places, files: dict[str, str]) -> _End:
+    async def _in_places(self, acting: _Acting, places: Workdir, files: dict[str, str]) -> _End:
         home, root = str(places.home), places.root
         given = self._given(acting, home=home, work=str(places.work), root=str(root))
         places.write({**files, **given.files})
@@ -183,7 +183,7 @@ class BlackBoxAgent(Agent):
         return _End(how, left, await answer_at(fill(self._recipe.result, acting.values), left.stdout.text, read))
 
     async def _in_sandbox(self, acting: _Acting, sandbox: Sandbox) -> _End:
-        quarters = await Quarters.make(sandbox, self._config.workspace)
+        quarters = await ProgramFolder.make(sandbox, self._config.workspace)
         if not self._config.mount_program:
             acting.values["python"] = "python3"
         given = self._given(acting, home=quarters.home, work=quarters.work, root=quarters.root)
@@ -193,7 +193,7 @@ class BlackBoxAgent(Agent):
             path = f"{await quarters.install_tool(acting.offered.url)}:{path}"
         env = self._environment(acting, f"{quarters.root}/tmp", path)
         most = self._config.output_bytes
-        program = await InsideProgram.start(quarters, given.argv, env=env, stdin=given.stdin, most_output=most)
+        program = await SandboxedProgram.start(quarters, given.argv, env=env, stdin=given.stdin, most_output=most)
         how: How | None = None
         try:
             how = await self._watch(program.wait, acting)
@@ -253,7 +253,7 @@ class BlackBoxAgent(Agent):
         job: dict[str, Any] = {name: acting.values[name] for name in _JOB}
         job |= {"id": secrets.token_hex(8), "prompt": fill(self._recipe.prompt, acting.values).strip()}
         async with workers.borrowed() as worker:
-            serving: asyncio.Task[Said | None] = asyncio.ensure_future(worker.serve(job))
+            serving: asyncio.Task[WorkerReply | None] = asyncio.ensure_future(worker.serve(job))
             try:
                 how = await self._watch(lambda: asyncio.shield(serving), acting)
                 said = serving.result() if how == "ended" else None
@@ -265,7 +265,7 @@ class BlackBoxAgent(Agent):
             return _End(how, await worker.end())
 
     async def _start_worker(self, stdin: int, on_line: Callable[[bytes], None]) -> tuple[Program, Callable[[], None]]:
-        places = await asyncio.to_thread(Places.make, self._config.scratch, self._config.workspace, None)
+        places = await asyncio.to_thread(Workdir.make, self._config.scratch, self._config.workspace, None)
         values = dict.fromkeys(PLACEHOLDERS, "") | {"model": self._config.model, "api_key": API_KEY}
         values |= {"home": str(places.home), "work": str(places.work), "python": sys.executable}
         try:

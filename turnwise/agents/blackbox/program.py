@@ -313,7 +313,7 @@ it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class WorkerReply:
     """A worker's answer to an episode.
 
     Attributes:
@@ -329,7 +329,7 @@ class Worker:
     """One program that stays; made by :meth:`start`."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[Said]] = {}
+        self._waiting: dict[str, asyncio.Future[WorkerReply]] = {}
         self._program: Program | None = None
         self._lines: asyncio.WriteTransport | None = None
         self._ended = _nothing
@@ -355,10 +355,10 @@ class Worker:
         assert self._program is not None
         return self._program
 
-    async def serve(self, job: Mapping[str, Any]) -> Said | None:
+    async def serve(self, job: Mapping[str, Any]) -> WorkerReply | None:
         """Give it an episode and wait for its answer; None where it ended instead."""
         assert self._lines is not None
-        answer: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
         self._waiting[job["id"]] = answer
         over: asyncio.Future[Any] = asyncio.ensure_future(self.program.wait())
         try:
@@ -392,7 +392,7 @@ class Worker:
         if waiting is None or waiting.done() or not ({"answer", "error"} & said.keys()):
             return
         answer, error = said.get("answer"), said.get("error")
-        waiting.set_result(Said(None if answer is None else str(answer), None if error is None else str(error)))
+        waiting.set_result(WorkerReply(None if answer is None else str(answer), None if error is None else str(error)))
 
 
 class Workers:

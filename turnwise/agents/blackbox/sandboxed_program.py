@@ -29,7 +29,7 @@ _MOST_RESULT: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Quarters:
+class ProgramFolder:
     """The folders of one episode's program in a sandbox.
 
     Attributes:
@@ -100,10 +100,10 @@ class Quarters:
         return data.decode("utf-8", "replace")
 
 
-class InsideProgram:
+class SandboxedProgram:
     """A running program in a sandbox; made by :meth:`start`, and ended by :meth:`end`, always."""
 
-    def __init__(self, quarters: Quarters, process: SandboxProcess, most_output: int) -> None:
+    def __init__(self, quarters: ProgramFolder, process: SandboxProcess, most_output: int) -> None:
         self._quarters = quarters
         self._process = process
         self._most = most_output
@@ -112,7 +112,7 @@ class InsideProgram:
 
     @classmethod
     async def start(
-        cls, quarters: Quarters, argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes, most_output: int
+        cls, quarters: ProgramFolder, argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes, most_output: int
     ) -> Self:
         """Start a program where it works.
 

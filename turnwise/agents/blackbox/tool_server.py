@@ -19,7 +19,7 @@ from aiohttp import web
 from turnwise import __version__
 from turnwise.agents.core import Episode
 from turnwise.envs.core import as_messages
-from turnwise.errors import AgentError, BudgetSpent, TurnwiseError, shown
+from turnwise.errors import AgentError, BudgetExceeded, TurnwiseError, shown
 from turnwise.gateway.local import Door
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
@@ -193,7 +193,7 @@ class OfferedTools:
             if self._reply and name == REPLY:
                 return await self._say(arguments)
             return await self._episode.call(self._made(name, arguments, call_id))
-        except BudgetSpent:
+        except BudgetExceeded:
             self.over.set()
             raise EpisodeOver(self._why()) from None
         except TurnwiseError as error:

@@ -134,7 +134,7 @@ def shell_tools(tools: Sequence[ToolSchema]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Workdir:
     """The folders of one episode.
 
     Attributes:

@@ -14,7 +14,7 @@ from turnwise.agents.context.config import ContextConfig, SubAgentConfig
 from turnwise.agents.context.conversation import Conversation
 from turnwise.agents.core import Episode
 from turnwise.envs.core import as_messages
-from turnwise.errors import AgentError, BudgetSpent
+from turnwise.errors import AgentError, BudgetExceeded
 from turnwise.tools.core import FunctionTool
 from turnwise.tools.execute import ToolRunner
 from turnwise.tools.response import ToolResponse, failure
@@ -125,7 +125,7 @@ class Team:
         for _ in range(own.max_turns):
             try:
                 message = await talk.ask()
-            except BudgetSpent as error:
+            except BudgetExceeded as error:
                 if error.stop_reason != StopReason.CONTEXT_OVERFLOW:
                     # What is spent is everybody's.
                     raise

@@ -22,14 +22,14 @@ from langchain_core.tools import BaseTool
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from turnwise.agents.langgraph.messages import REASONING, Known, own_message
-from turnwise.agents.langgraph.request import Wishes, read_wishes, schema_format, schema_of
+from turnwise.agents.langgraph.request import ModelRequest, read_model_request, schema_format, schema_of
 from turnwise.agents.langgraph.run import GraphRun, blocked, current_run
 from turnwise.chat.formats.live import LiveTurn
 from turnwise.errors import SessionError, shown
 from turnwise.gateway.proxy.session import TextSession
 from turnwise.gateway.turns import Reader
 from turnwise.model.canonical import template_arguments
-from turnwise.recorder.session import Opened, Session
+from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, TokenDelta, text_of
 
@@ -266,7 +266,9 @@ class ChatTurnwise(BaseChatModel):
             async for chunk in self._pieces(run, session, messages, wishes, node):
                 yield chunk
 
-    async def _ask(self, run: GraphRun | None, messages: list[BaseMessage], wishes: Wishes, node: str) -> ChatResult:
+    async def _ask(
+        self, run: GraphRun | None, messages: list[BaseMessage], wishes: ModelRequest, node: str
+    ) -> ChatResult:
         if run is None:
             message = await self._record(run, messages, wishes, node)
         else:
@@ -274,7 +276,9 @@ class ChatTurnwise(BaseChatModel):
                 message = await self._record(run, messages, wishes, node)
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    async def _record(self, run: GraphRun | None, messages: list[BaseMessage], wishes: Wishes, node: str) -> AIMessage:
+    async def _record(
+        self, run: GraphRun | None, messages: list[BaseMessage], wishes: ModelRequest, node: str
+    ) -> AIMessage:
         session = self._session(run)
         asked = await conversation(messages, self._known_to(run), self._name(run), run)
         if isinstance(session, TextSession):
@@ -296,7 +300,7 @@ class ChatTurnwise(BaseChatModel):
         return self._told(run, session, said, wishes, node, _usage(*sizes))
 
     async def _pieces(
-        self, run: GraphRun | None, session: Session, messages: list[BaseMessage], wishes: Wishes, node: str
+        self, run: GraphRun | None, session: Session, messages: list[BaseMessage], wishes: ModelRequest, node: str
     ) -> AsyncIterator[ChatGenerationChunk]:
         """Yield what is said as far as that is certain, and last its calls and its end."""
         known = self._known_to(run)
@@ -313,7 +317,7 @@ class ChatTurnwise(BaseChatModel):
         )
         async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]
             async for item in items:
-                if isinstance(item, Opened):
+                if isinstance(item, PromptPlacement):
                     usage = _usage(item.prompt_tokens, 0, item.known_tokens)
                     live = reader.live(item.tail, stops) if isinstance(reader, Reader) else None
                 elif isinstance(item, TokenDelta):
@@ -333,7 +337,7 @@ class ChatTurnwise(BaseChatModel):
         run: GraphRun | None,
         session: Session,
         said: Message,
-        wishes: Wishes,
+        wishes: ModelRequest,
         node: str,
         usage: UsageMetadata,
         message_id: str | None = None,
@@ -375,7 +379,7 @@ class ChatTurnwise(BaseChatModel):
         assert self.session is not None
         return self.session
 
-    def _wishes(self, run: GraphRun | None, stop: list[str] | None, given: dict[str, Any]) -> Wishes:
+    def _wishes(self, run: GraphRun | None, stop: list[str] | None, given: dict[str, Any]) -> ModelRequest:
         own = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -385,7 +389,7 @@ class ChatTurnwise(BaseChatModel):
             "seed": self.seed,
             "template_args": self.template_args,
         }
-        return read_wishes({**own, **given}, stop or self.stop, self._session(run).params)
+        return read_model_request({**own, **given}, stop or self.stop, self._session(run).params)
 
 
 def _node(manager: AsyncCallbackManagerForLLMRun | CallbackManagerForLLMRun | None) -> str:

@@ -12,7 +12,7 @@ from turnwise.agents.langgraph.run import EpisodeTool
 from turnwise.errors import SessionError, shown
 from turnwise.gateway.dialects.core import Abilities, Fields
 from turnwise.gateway.dialects.openai_chat import read_choice
-from turnwise.gateway.dialects.response_format import Format, read_hold
+from turnwise.gateway.dialects.response_format import Format, read_response_format
 from turnwise.gateway.errors import ApiError
 from turnwise.types import SamplingParams, ToolSchema
 
@@ -25,7 +25,7 @@ _ABILITIES: Final = Abilities(guided=True, forced_calls=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ModelRequest:
     """What a request asks for besides an answer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Wishes:
         return frozenset(tool.name for tool in self.tools)
 
 
-def read_wishes(given: Mapping[str, Any], stop: Sequence[str] | None, session: SamplingParams) -> Wishes:
+def read_model_request(given: Mapping[str, Any], stop: Sequence[str] | None, session: SamplingParams) -> ModelRequest:
     """Return what a request asks for.
 
     Args:
@@ -71,7 +71,7 @@ def read_wishes(given: Mapping[str, Any], stop: Sequence[str] | None, session: S
     if given.keys() & {"tool_choice", "parallel_tool_calls", "response_format"}:
         tools, changes["guide"] = _held(given, tools)
     params = replace(session, **changes) if changes else None
-    return Wishes(tools, params, given.get("template_args"), given.get("fork"))
+    return ModelRequest(tools, params, given.get("template_args"), given.get("fork"))
 
 
 def _held(given: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], Any]:
@@ -80,7 +80,7 @@ def _held(given: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> tuple[tupl
     try:
         choice = read_choice(Fields({"tool_choice": _choice(given.get("tool_choice"), names)}))
         answer = Format("response_format", _response_format(given.get("response_format")), nested=True)
-        held = read_hold(tools, choice, answer, _ABILITIES, single="" if parallel else "parallel_tool_calls")
+        held = read_response_format(tools, choice, answer, _ABILITIES, single="" if parallel else "parallel_tool_calls")
     except ApiError as error:
         raise SessionError(f"ChatTurnwise: {error.message}") from error
     return held.tools, held.guide

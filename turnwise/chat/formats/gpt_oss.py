@@ -16,7 +16,7 @@ from turnwise.chat.formats import tags
 from turnwise.chat.formats.core import INSIDE_REASONING, ChatFormat, Parsed, Probe, TurnText
 from turnwise.chat.formats.derive import split_added
 from turnwise.chat.formats.json_calls import named_arguments
-from turnwise.chat.formats.live import Kind, Live, Said, held
+from turnwise.chat.formats.live import Kind, Live, StreamedTurn, held
 from turnwise.chat.formats.tags import Tag
 from turnwise.chat.tokens import Marks
 from turnwise.types import Guide, ToolCall, ToolSchema
@@ -260,13 +260,13 @@ class _LiveMessages(Live):
         self._fresh = False
         self._kind: Kind | None = None
 
-    def step(self, text: str) -> Said | None:
+    def step(self, text: str) -> StreamedTurn | None:
         """Go on as far as is certain."""
         if self.position >= len(text):
             return None
         return self._said(text) if self._inside else self._header(text)
 
-    def _header(self, text: str) -> Said | None:
+    def _header(self, text: str) -> StreamedTurn | None:
         begin, start = self._ends[0], self.position
         end = self._split.search(text, start + 1 if text.startswith(begin, start) else start)
         body = text.find(self._body, start, end.start() if end else len(text))
@@ -280,12 +280,12 @@ class _LiveMessages(Live):
         if whole:
             self._inside = self._fresh = True
             self.position = stop + len(self._body)
-            return Said("text", "")
+            return StreamedTurn("text", "")
         self.position = self._behind(end)
         # A model that left the format out: plain text is an answer, but not the role's name.
-        return Said("text", header.removeprefix("assistant") if self._kind else "", fresh=True)
+        return StreamedTurn("text", header.removeprefix("assistant") if self._kind else "", fresh=True)
 
-    def _said(self, text: str) -> Said | None:
+    def _said(self, text: str) -> StreamedTurn | None:
         start = self.position
         end = self._split.search(text, start)
         stop = end.start() if end else held(text, start, self._ends)
@@ -294,7 +294,7 @@ class _LiveMessages(Live):
         self.position = stop if end is None else self._behind(end)
         self._inside = end is None
         fresh, self._fresh = self._fresh, self._fresh and stop == start
-        return Said(self._kind or "text", text[start:stop] if self._kind else "", fresh)
+        return StreamedTurn(self._kind or "text", text[start:stop] if self._kind else "", fresh)
 
     def _behind(self, end: re.Match[str] | None) -> int:
         assert end is not None

@@ -20,7 +20,7 @@ _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StreamedTurn:
     """A piece of what a turn says.
 
     Attributes:
@@ -44,17 +44,17 @@ class Live(ABC):
         self.position = 0
         self._text = begun
 
-    def feed(self, more: str) -> list[Said]:
+    def feed(self, more: str) -> list[StreamedTurn]:
         """Return what is certain of a turn that goes on with ``more``, in its order, markers spelled out."""
         if not more:
             return []
         # What was walked over is never looked at again.
         self.forget(self.position)
         self._text += more
-        said: list[Said] = []
+        said: list[StreamedTurn] = []
         while (piece := self.step(self._text)) is not None:
             if piece.text:
-                said.append(Said(piece.kind, self.marks.plain(piece.text), piece.fresh))
+                said.append(StreamedTurn(piece.kind, self.marks.plain(piece.text), piece.fresh))
         return said
 
     def forget(self, count: int) -> None:
@@ -63,7 +63,7 @@ class Live(ABC):
         self.position -= count
 
     @abstractmethod
-    def step(self, text: str) -> Said | None:
+    def step(self, text: str) -> StreamedTurn | None:
         """Go on from ``position`` as far as is certain; None where that is nowhere."""
 
 
@@ -116,7 +116,7 @@ class LiveScan(Live):
         super().forget(count)
         self._searched = max(self._searched - count, 0)
 
-    def step(self, text: str) -> Said | None:
+    def step(self, text: str) -> StreamedTurn | None:
         """Go on as far as is certain."""
         if self._done:
             self.position = len(text)
@@ -124,7 +124,7 @@ class LiveScan(Live):
             return None
         return self._thought(text) if self._thinking else self._answer(text)
 
-    def _thought(self, text: str) -> Said | None:
+    def _thought(self, text: str) -> StreamedTurn | None:
         start = self.position
         close = text.find(self._close, start)
         if close >= 0:
@@ -133,7 +133,7 @@ class LiveScan(Live):
         end = held(text, start, (self._close,))
         return self._take(end, "", "reasoning") if end > start else None
 
-    def _answer(self, text: str) -> Said | None:
+    def _answer(self, text: str) -> StreamedTurn | None:
         # Blocks come first: in a format's own parse they win where two markers stand at one place.
         markers = [marker for marker in (*self._openers, self._open, self._close) if marker]
         searched = max(self.position, self._searched)
@@ -172,10 +172,10 @@ class LiveScan(Live):
         self._begun = call is False
         return self._begun
 
-    def _take(self, end: int, marker: str, kind: Kind) -> Said:
+    def _take(self, end: int, marker: str, kind: Kind) -> StreamedTurn:
         """Take the text up to a place, and the marker that stands there."""
         start, self.position = self.position, end + len(marker)
-        return Said(kind, self._text[start:end])
+        return StreamedTurn(kind, self._text[start:end])
 
 
 class LiveTurn:
@@ -200,15 +200,15 @@ class LiveTurn:
         self._read = 0
         self._kinds = {"text": _Shown(), "reasoning": _Shown()}
 
-    def feed(self, ids: Sequence[int]) -> list[Said]:
+    def feed(self, ids: Sequence[int]) -> list[StreamedTurn]:
         """Return what further ids say for certain, joined where one kind follows itself."""
-        said: list[Said] = []
+        said: list[StreamedTurn] = []
         for piece in self._live.feed("".join(self._texts(ids))):
             text = self._kinds[piece.kind].more(piece, self._stops if piece.kind == "text" else ())
             if text and said and said[-1].kind == piece.kind:
-                said[-1] = Said(piece.kind, said[-1].text + text)
+                said[-1] = StreamedTurn(piece.kind, said[-1].text + text)
             elif text:
-                said.append(Said(piece.kind, text))
+                said.append(StreamedTurn(piece.kind, text))
         return said
 
     def _texts(self, ids: Sequence[int]) -> Iterator[str]:
@@ -259,7 +259,7 @@ class _Shown:
         self._held = ""
         self._shown = False
 
-    def more(self, piece: Said, stops: Sequence[str]) -> str:
+    def more(self, piece: StreamedTurn, stops: Sequence[str]) -> str:
         """Return what can be shown, given a further piece."""
         if self._ended:
             return ""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _GRACE_S: Final = 1.0
 
 
-class Stalled(TurnwiseError):
+class StallTimeout(TurnwiseError):
     """An operation did not return in time."""
 
 
@@ -58,7 +58,7 @@ class Worker:
         if not done:
             running.cancel()
             waiting.cancel()
-            raise Stalled(f"{what} took longer than {timeout:g} s")
+            raise StallTimeout(f"{what} took longer than {timeout:g} s")
         return waiting.result()
 
     async def close(self) -> None:
@@ -238,7 +238,7 @@ class Played:
     seconds: list[float] = field(default_factory=list)
 
 
-class Exam:
+class CheckContext:
     """One examination.
 
     Attributes:
@@ -300,7 +300,7 @@ class Exam:
         env = await self.make()
         try:
             yield await self.begin(env, task, seed)
-        except Stalled:
+        except StallTimeout:
             # What holds the loop holds close as well; that it hung before is what is to be told.
             with contextlib.suppress(TurnwiseError):
                 await self._worker.run(invoke(env, "close"), min(self.of.timeout, _LAST_S), "close")

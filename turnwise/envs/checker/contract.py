@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from jsonschema.exceptions import SchemaError
 
-from turnwise.envs.checker.context import Exam, Stalled, brief, place, some_calls
+from turnwise.envs.checker.context import CheckContext, StallTimeout, brief, place, some_calls
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TurnwiseError
@@ -43,7 +43,7 @@ _SIGNATURES: Final[dict[str, tuple[tuple[Any, ...], dict[str, Any], str]]] = {
 }
 
 
-async def signature(exam: Exam) -> None:
+async def signature(exam: CheckContext) -> None:
     """Every method can be called as others call it."""
     for name, (args, kwargs, text) in _SIGNATURES.items():
         found = inspect.signature(getattr(exam.first, name))
@@ -53,7 +53,7 @@ async def signature(exam: Exam) -> None:
             exam.find("signature", f"{name}{found} cannot be called as {text}: {error}", f"write it as {text}")
 
 
-async def tools(exam: Exam) -> None:
+async def tools(exam: CheckContext) -> None:
     """Every tool has a schema that is JSON and that a validator accepts; one without a description is warned of."""
     for schema in schemas(exam.first):
         try:
@@ -67,7 +67,7 @@ async def tools(exam: Exam) -> None:
             exam.find("tools", found, "give its function a docstring", severity="warning")
 
 
-async def reset(exam: Exam) -> None:
+async def reset(exam: CheckContext) -> None:
     """What reset returns begins a conversation."""
     for task, seed in exam.episodes:
         async with exam.episode(task, seed) as played:
@@ -84,7 +84,7 @@ async def reset(exam: Exam) -> None:
                 )
 
 
-async def finals(exam: Exam) -> None:
+async def finals(exam: CheckContext) -> None:
     """No final message makes step or score raise, and what they return is in range."""
     task, seed = exam.episodes[0]
     where = place(task, seed)
@@ -93,7 +93,7 @@ async def finals(exam: Exam) -> None:
         async with exam.episode(task, seed) as played:
             try:
                 result: StepResult = await exam.call(played.env, "step", final)
-            except Stalled:
+            except StallTimeout:
                 raise
             except TurnwiseError as error:
                 if str(error) not in said:
@@ -108,7 +108,7 @@ async def finals(exam: Exam) -> None:
         async with exam.episode(task, seed) as played:
             try:
                 parts = await exam.call(played.env, "score", last)
-            except Stalled:
+            except StallTimeout:
                 raise
             except TurnwiseError as error:
                 if last is None or str(error) not in said:
@@ -119,7 +119,7 @@ async def finals(exam: Exam) -> None:
             exam.check_range(sum(parts.values()), where)
 
 
-async def calls(exam: Exam) -> None:
+async def calls(exam: CheckContext) -> None:
     """Every call of a message gets one answer, in order, whatever the call is."""
     for task, seed in exam.episodes:
         async with exam.episode(task, seed) as played:
@@ -127,7 +127,7 @@ async def calls(exam: Exam) -> None:
             action: Message = {"role": "assistant", "content": "", "tool_calls": made}
             try:
                 result: StepResult = await exam.call(played.env, "step", action)
-            except Stalled:
+            except StallTimeout:
                 raise
             except TurnwiseError as error:
                 exam.find("calls", f"a message with {len(made)} calls made step raise: {error}", where=played.where)
@@ -137,7 +137,7 @@ async def calls(exam: Exam) -> None:
             _answers(exam, made, messages, played.where)
 
 
-def _answers(exam: Exam, made: Sequence[ToolCall], messages: Sequence[Message], where: str) -> None:
+def _answers(exam: CheckContext, made: Sequence[ToolCall], messages: Sequence[Message], where: str) -> None:
     answered = [each.get("tool_call_id") for each in messages if each["role"] == "tool"]
     wanted = [call.id for call in made]
     if answered != wanted:
@@ -149,7 +149,7 @@ def _answers(exam: Exam, made: Sequence[ToolCall], messages: Sequence[Message], 
         )
 
 
-async def single_calls(exam: Exam) -> None:
+async def single_calls(exam: CheckContext) -> None:
     """A call that comes alone is answered too, one that is unusable by an error."""
     task, seed = exam.episodes[0]
     async with exam.episode(task, seed) as played:
@@ -173,10 +173,10 @@ _POOL: Final = "turnwise-"
 _FD_FOLDERS: Final = ("/proc/self/fd", "/dev/fd")
 _UNUSABLE: Final = Task("turnwise-unusable", "", {"no such field": None})
 
-Ending = Callable[[Exam, Env], Awaitable[None]]
+Ending = Callable[[CheckContext, Env], Awaitable[None]]
 
 
-async def close(exam: Exam) -> None:
+async def close(exam: CheckContext) -> None:
     """Closing works, and closing twice is no error."""
     env = await exam.make()
     task, seed = exam.episodes[-1]
@@ -184,13 +184,13 @@ async def close(exam: Exam) -> None:
     for time, remedy in (("", ""), (" a second time", "close may be called twice: free what is there and forget it")):
         try:
             await exam.call(env, "close")
-        except Stalled:
+        except StallTimeout:
             raise
         except TurnwiseError as error:
             exam.find("close", f"closing{time} raised: {error}", remedy, where=place(task, seed))
 
 
-async def close_after_errors(exam: Exam) -> None:
+async def close_after_errors(exam: CheckContext) -> None:
     """Closing works after each way in which an episode can break."""
     if exam.single:
         return
@@ -199,8 +199,8 @@ async def close_after_errors(exam: Exam) -> None:
         await ending(exam, env)
         try:
             await exam.call(env, "close")
-        except Stalled as error:
-            raise Stalled(f"closing {when}: {error}") from error
+        except StallTimeout as error:
+            raise StallTimeout(f"closing {when}: {error}") from error
         except TurnwiseError as error:
             exam.find(
                 "close after errors",
@@ -209,7 +209,7 @@ async def close_after_errors(exam: Exam) -> None:
             )
 
 
-async def leaks(exam: Exam) -> None:
+async def leaks(exam: CheckContext) -> None:
     """After closing, whatever happened before, no more threads run and no more files are open than before."""
     if exam.single:
         return
@@ -233,7 +233,7 @@ async def leaks(exam: Exam) -> None:
                 return
 
 
-async def _cycle(exam: Exam, ending: Ending, kept: list[Env]) -> None:
+async def _cycle(exam: CheckContext, ending: Ending, kept: list[Env]) -> None:
     env = await exam.make()
     # Kept: what only the garbage collector frees is not freed by close.
     kept.append(env)
@@ -257,20 +257,20 @@ def _held() -> _Held:
 # The ways in which an episode ends. Whether the environment raises on the way is its own matter here.
 
 
-async def _reset(exam: Exam, env: Env) -> None:
+async def _reset(exam: CheckContext, env: Env) -> None:
     task, seed = exam.episodes[0]
     await exam.begin(env, task, seed)
 
 
-async def _never_reset(exam: Exam, env: Env) -> None:
+async def _never_reset(exam: CheckContext, env: Env) -> None:
     """Nothing happened."""
 
 
-async def _reset_raised(exam: Exam, env: Env) -> None:
+async def _reset_raised(exam: CheckContext, env: Env) -> None:
     await _try(exam, env, "reset", _UNUSABLE, seed=0)
 
 
-async def _reset_cancelled(exam: Exam, env: Env) -> None:
+async def _reset_cancelled(exam: CheckContext, env: Env) -> None:
     task, seed = exam.episodes[0]
 
     async def begin() -> None:
@@ -282,13 +282,13 @@ async def _reset_cancelled(exam: Exam, env: Env) -> None:
     await exam.run(begin(), "reset")
 
 
-async def _step_raised(exam: Exam, env: Env) -> None:
+async def _step_raised(exam: CheckContext, env: Env) -> None:
     await _reset(exam, env)
     broken: Any = {"role": "assistant", "content": "", "tool_calls": [object()]}
     await _try(exam, env, "step", broken)
 
 
-async def _tool_raised(exam: Exam, env: Env) -> None:
+async def _tool_raised(exam: CheckContext, env: Env) -> None:
     methods = {name: _raising(tool) for name, tool in env.tool_methods.items()}
     env.tool_methods = methods  # type: ignore[misc]
     await _reset(exam, env)
@@ -306,10 +306,10 @@ def _raising(tool: FunctionTool) -> FunctionTool:
     return FunctionTool(fail, schema=tool.schema)
 
 
-async def _try(exam: Exam, env: Env, method: str, *args: Any, **kwargs: Any) -> None:
+async def _try(exam: CheckContext, env: Env, method: str, *args: Any, **kwargs: Any) -> None:
     try:
         await exam.call(env, method, *args, **kwargs)
-    except Stalled:
+    except StallTimeout:
         raise
     except TurnwiseError:
         return

@@ -10,12 +10,12 @@ from turnwise.envs.checker import contract, cost, policies, prompts, repeats
 from turnwise.envs.checker import contract as failures
 from turnwise.envs.checker.context import (
     ESTIMATE,
+    CheckContext,
     CheckReport,
     EnvSource,
-    Exam,
     Examined,
     PromptIds,
-    Stalled,
+    StallTimeout,
     TokenCounter,
     Worker,
     estimated_tokens,
@@ -36,7 +36,7 @@ def looks_at_tasks(env: Env) -> bool:
     return type(inner).check_task is not Env.check_task
 
 
-async def each_task(exam: Exam) -> None:
+async def each_task(exam: CheckContext) -> None:
     """Nothing is wrong with any task, where the environment can say so (``check_task``)."""
     rows = exam.of.rows
     if not rows or exam.single or not looks_at_tasks(exam.first):
@@ -48,7 +48,7 @@ async def each_task(exam: Exam) -> None:
             env = await exam.make()
             try:
                 return list(await exam.call(env, "check_task", task))
-            except Stalled as error:
+            except StallTimeout as error:
                 return [f"{error}: give it more time (--timeout)"]
             except TurnwiseError as error:
                 return [f"it cannot be looked at: {error}"]
@@ -63,7 +63,7 @@ async def each_task(exam: Exam) -> None:
     exam.report.figures["broken tasks"] = float(sum(map(bool, found)))
 
 
-Check = Callable[[Exam], Awaitable[None]]
+Check = Callable[[CheckContext], Awaitable[None]]
 
 DEFAULT_TASKS: Final = 3
 """How many of an environment's own tasks are played where nobody names any."""
@@ -149,7 +149,7 @@ async def check_env(
         if task is None:
             examined.tasks = tuple(tasks) if tasks else _own_tasks(first)
             examined.rows = _looked_at(first, looked_at or tasks)
-        exam = Exam(examined, first, worker)
+        exam = CheckContext(examined, first, worker)
         exam.report.notes += [ESTIMATE] * (count_tokens is None)
         await _examine(exam)
         return exam.report
@@ -165,7 +165,7 @@ def _check_arguments(seeds: Sequence[int], timeout: float) -> None:
 
 
 def _not_made(examined: Examined, worker: Worker, env: EnvSource, error: TurnwiseError) -> CheckReport:
-    exam = Exam(examined, Env(), worker)
+    exam = CheckContext(examined, Env(), worker)
     exam.report = CheckReport(_name(env))
     exam.find("construct", str(error))
     return exam.report
@@ -189,7 +189,7 @@ def _name(env: EnvSource) -> str:
     return env if isinstance(env, str) else repr(env)
 
 
-async def _examine(exam: Exam) -> None:
+async def _examine(exam: CheckContext) -> None:
     report = exam.report
     stalled = False
     for name, (check, needs) in CHECKS.items():
@@ -200,7 +200,7 @@ async def _examine(exam: Exam) -> None:
             continue
         try:
             await check(exam)
-        except Stalled as error:
+        except StallTimeout as error:
             exam.find(name, str(error), "give what it waits for a time-out of its own")
             stalled = True
         except TurnwiseError as error:

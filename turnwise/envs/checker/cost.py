@@ -8,7 +8,7 @@ import time
 import tracemalloc
 from typing import Final
 
-from turnwise.envs.checker.context import Exam, some_calls
+from turnwise.envs.checker.context import CheckContext, some_calls
 from turnwise.envs.core import Env, StepResult, as_messages, invoke
 from turnwise.tasks import Task
 from turnwise.types import Message
@@ -22,7 +22,7 @@ _WARM: Final = 2
 _TICK_S: Final = 0.002
 
 
-async def cost(exam: Exam) -> None:
+async def cost(exam: CheckContext) -> None:
     """Measure steps and memory; warn of what would slow or fill a run of thousands of episodes."""
     seconds: list[float] = []
     held = 0.0
@@ -90,7 +90,7 @@ async def _play(env: Env, task: Task | None, seed: int) -> list[float]:
     return took
 
 
-async def _memory(exam: Exam, task: Task | None, seed: int) -> None:
+async def _memory(exam: CheckContext, task: Task | None, seed: int) -> None:
     ours = not tracemalloc.is_tracing()
     if ours:
         tracemalloc.start()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from turnwise.envs.checker.context import Exam, Played
+from turnwise.envs.checker.context import CheckContext, Played
 from turnwise.envs.core import schemas
 from turnwise.envs.solution import solver_of
 from turnwise.errors import EnvError
@@ -25,14 +25,14 @@ LUCK: Final = 0.1
 _MOST_REFERENCE: Final = 1_000
 
 
-async def null(exam: Exam) -> None:
+async def null(exam: CheckContext) -> None:
     """Who says nothing earns nothing, be it in empty messages or, as where turns run out, without a last message."""
     empty: Message = {"role": "assistant", "content": ""}
     await _exactly(exam, "null policy", lambda _played, _step: empty, "an episode of empty messages")
     await _exactly(exam, "null policy", lambda _played, _step: None, "an episode without an answer, score(None),")
 
 
-async def repeat(exam: Exam) -> None:
+async def repeat(exam: CheckContext) -> None:
     """Who repeats the question earns nothing."""
 
     def say(played: Played, _step: int) -> Message:
@@ -41,7 +41,7 @@ async def repeat(exam: Exam) -> None:
     await _exactly(exam, "repeat policy", say, "an episode of repeating the question")
 
 
-async def random_calls(exam: Exam) -> None:
+async def random_calls(exam: CheckContext) -> None:
     """Who calls tools at random and says something at random earns nothing to speak of."""
     bounds = _bounds(exam)
     rng = random.Random(0)
@@ -70,7 +70,7 @@ async def random_calls(exam: Exam) -> None:
 _REMEDY: Final = "score what only a solution does, or declare as `floor` what a policy that knows nothing may score"
 
 
-async def _exactly(exam: Exam, name: str, policy: Policy, what: str) -> None:
+async def _exactly(exam: CheckContext, name: str, policy: Policy, what: str) -> None:
     bounds = _bounds(exam)
     most, where = float("-inf"), ""
     for task, seed in exam.episodes:
@@ -83,7 +83,7 @@ async def _exactly(exam: Exam, name: str, policy: Policy, what: str) -> None:
         exam.find(name, f"{what} scores {most:g}: the floor is {bounds[0]:g}", _REMEDY, where=where)
 
 
-def _bounds(exam: Exam) -> tuple[float, float] | None:
+def _bounds(exam: CheckContext) -> tuple[float, float] | None:
     """Return the floor and the largest score, where they are declared."""
     bounds = exam.first.score_range
     if bounds is None:
@@ -98,7 +98,7 @@ def _bounds(exam: Exam) -> tuple[float, float] | None:
     return low, bounds[1]
 
 
-async def _episode(exam: Exam, task: Task | None, seed: int, policy: Policy) -> float:
+async def _episode(exam: CheckContext, task: Task | None, seed: int, policy: Policy) -> float:
     async with exam.episode(task, seed) as played:
         message: Message | None = None
         for step in range(STEPS):
@@ -128,7 +128,7 @@ def _random_message(played: Played, rng: random.Random, *, calls: bool) -> Messa
     return {"role": "assistant", "content": said}
 
 
-async def reference(exam: Exam) -> None:
+async def reference(exam: CheckContext) -> None:
     """The reference solution, where there is one, scores the most that is possible."""
     if solver_of(exam.first) is None:
         exam.report.notes.append("no reference solution: write solve() to have it checked that the top can be reached")
@@ -150,7 +150,7 @@ async def reference(exam: Exam) -> None:
     exam.report.figures["reference solution, worst score"] = worst
 
 
-async def _solve(exam: Exam, played: Played) -> float:
+async def _solve(exam: CheckContext, played: Played) -> float:
     solver = solver_of(played.env)
     if solver is None:
         raise EnvError(f"{played.where}: solve() returned None here, but not before reset")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from turnwise.envs.checker.context import Exam, Played, usable_calls
+from turnwise.envs.checker.context import CheckContext, Played, usable_calls
 from turnwise.envs.core import Env, schemas
 from turnwise.envs.solution import solver_of
 from turnwise.errors import TurnwiseError
@@ -23,7 +23,7 @@ _SHORT: Final = 3
 _MOST_MOVES: Final = 100
 
 
-async def tools_shown(exam: Exam) -> None:
+async def tools_shown(exam: CheckContext) -> None:
     """The chat template writes the tools into the prompt, where a model was named."""
     if exam.of.prompt is None:
         return
@@ -43,7 +43,7 @@ async def tools_shown(exam: Exam) -> None:
             )
 
 
-async def lengths(exam: Exam) -> None:
+async def lengths(exam: CheckContext) -> None:
     """The prompt, and the longest that a tool answers, fit into the context."""
     count = exam.of.count_tokens
     prompts: list[int] = []
@@ -89,7 +89,7 @@ def _tools_text(tools: Sequence[ToolSchema]) -> str:
     return json.dumps([tool.to_json() for tool in tools]) if tools else ""
 
 
-async def answers(exam: Exam) -> None:
+async def answers(exam: CheckContext) -> None:
     """The answer does not stand in the prompt or in what the tools' schemas say.
 
     One that does in a single episode may be chance (a number of the question is the answer, a person manages
@@ -145,7 +145,7 @@ def _stands(answer: str, text: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) is not None
 
 
-async def _answers_of(exam: Exam, played: Played) -> set[str]:
+async def _answers_of(exam: CheckContext, played: Played) -> set[str]:
     task = played.task
     found = (
         set()
@@ -158,7 +158,7 @@ async def _answers_of(exam: Exam, played: Played) -> set[str]:
     return {plain for plain in map(_plain, found) if plain}
 
 
-async def _solution_text(exam: Exam, played: Played) -> str:
+async def _solution_text(exam: CheckContext, played: Played) -> str:
     """Return the last message of the reference solution; the episode is played for it."""
     try:
         solver = solver_of(played.env)

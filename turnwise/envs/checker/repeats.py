@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.envs.checker.context import Exam, Played, brief, some_calls
+from turnwise.envs.checker.context import CheckContext, Played, brief, some_calls
 from turnwise.envs.core import StepResult, schemas
 from turnwise.types import Message
 
 _LAST: Message = {"role": "assistant", "content": "I do not know."}
 
 
-async def group(exam: Exam) -> None:
+async def group(exam: CheckContext) -> None:
     """Members of a group, reset with one task and one seed, begin equally."""
     if exam.single:
         return
@@ -48,7 +48,7 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
     return f"{len(first)} and {len(second)} of them"
 
 
-async def determinism(exam: Exam) -> None:
+async def determinism(exam: CheckContext) -> None:
     """Equal messages in episodes with equal seeds are answered equally."""
     if exam.single:
         return
@@ -57,7 +57,7 @@ async def determinism(exam: Exam) -> None:
     _compare(exam, "determinism", plays[0], plays[1], why, "draw what is random from the seed of reset only")
 
 
-async def reuse(exam: Exam) -> None:
+async def reuse(exam: CheckContext) -> None:
     """An environment that played an episode plays the next one like a new one."""
     plays = []
     for _ in range(2):
@@ -67,7 +67,7 @@ async def reuse(exam: Exam) -> None:
     _compare(exam, "reuse", plays[0], plays[1], why, "set all state in reset()")
 
 
-async def isolation(exam: Exam) -> None:
+async def isolation(exam: CheckContext) -> None:
     """Two episodes that run at the same time do not see each other."""
     if exam.single:
         return
@@ -83,12 +83,12 @@ async def isolation(exam: Exam) -> None:
     _compare(exam, "isolation", alone, plays[0], why, "keep state on self; class and module variables are shared")
 
 
-async def _alone(exam: Exam) -> list[Any]:
+async def _alone(exam: CheckContext) -> list[Any]:
     async with exam.episode(*exam.episodes[0]) as played:
         return await _play(exam, played)
 
 
-async def _play(exam: Exam, played: Played) -> list[Any]:
+async def _play(exam: CheckContext, played: Played) -> list[Any]:
     seen: list[Any] = []
     for action in _actions(played):
         seen.append(_seen(await exam.step(played, action)))
@@ -106,7 +106,7 @@ def _seen(result: StepResult) -> list[Any]:
     return [list(result.observation), *result[1:4], result.info.get("rewards")]
 
 
-def _compare(exam: Exam, check: str, first: list[Any], second: list[Any], why: str, remedy: str) -> None:
+def _compare(exam: CheckContext, check: str, first: list[Any], second: list[Any], why: str, remedy: str) -> None:
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             exam.find(check, f"{why}: step {number + 1} differs: {brief(one)} and {brief(other)}", remedy)

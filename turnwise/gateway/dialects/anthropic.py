@@ -28,8 +28,8 @@ from turnwise.gateway.dialects.core import (
     text_part,
     told_call,
 )
-from turnwise.gateway.dialects.response_format import Format, read_hold
-from turnwise.gateway.dialects.template_options import read_wishes
+from turnwise.gateway.dialects.response_format import Format, read_response_format
+from turnwise.gateway.dialects.template_options import read_template_options
 from turnwise.gateway.errors import ApiError, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
@@ -49,7 +49,7 @@ def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
     tools = tuple(_tools(fields))
     check_names(tools)
     choice, single = _choice(fields)
-    held = read_hold(tools, choice, _format(fields), abilities, single=single)
+    held = read_response_format(tools, choice, _format(fields), abilities, single=single)
     messages = _messages(fields, abilities)
     thinking = Fields(fields.get("thinking") or {}, "thinking").text("type", "")
     effort = Fields(fields.get("output_config") or {}, "output_config").text("effort", "")
@@ -63,7 +63,7 @@ def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         guide=held.guide,
         guide_field=held.field,
         reasoning=thinking != "disabled",
-        wishes=read_wishes(effort, _THINKING.get(thinking), fields.get("chat_template_kwargs")),
+        wishes=read_template_options(effort, _THINKING.get(thinking), fields.get("chat_template_kwargs")),
     )
 
 

@@ -13,7 +13,7 @@ import orjson
 import pydantic_core
 
 from turnwise.errors import shown
-from turnwise.gateway.dialects.template_options import NO_WISHES, Wishes
+from turnwise.gateway.dialects.template_options import NO_TEMPLATE_OPTIONS, TemplateOptions
 from turnwise.gateway.errors import ApiError, invalid, unsupported
 from turnwise.types import Guide, Json, Message, SamplingParams, ToolCall, ToolSchema, text_of
 
@@ -90,7 +90,7 @@ class ChatRequest:
     guide_field: str = ""
     logprobs: bool = False
     reasoning: bool = True
-    wishes: Wishes = NO_WISHES
+    wishes: TemplateOptions = NO_TEMPLATE_OPTIONS
     template_args: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 

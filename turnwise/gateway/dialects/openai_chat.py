@@ -27,8 +27,8 @@ from turnwise.gateway.dialects.core import (
     text_part,
     told_call,
 )
-from turnwise.gateway.dialects.response_format import Format, read_hold
-from turnwise.gateway.dialects.template_options import read_wishes
+from turnwise.gateway.dialects.response_format import Format, read_response_format
+from turnwise.gateway.dialects.template_options import read_template_options
 from turnwise.gateway.errors import ApiError, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
@@ -62,7 +62,7 @@ class OpenAIChat:
         choice = read_choice(fields)
         single = "" if fields.flag("parallel_tool_calls", default=True) else "parallel_tool_calls"
         answer = Format("response_format", fields.get("response_format"), nested=True)
-        held = read_hold(tools, choice, answer, abilities, single=single)
+        held = read_response_format(tools, choice, answer, abilities, single=single)
         sampling = read_sampling(fields, most=("max_completion_tokens", "max_tokens"), stop="stop")
         messages: list[Any] = [
             # A text and who says it: nothing to check, and nothing to rewrite.
@@ -92,7 +92,9 @@ class OpenAIChat:
             guide=held.guide,
             guide_field=held.field,
             logprobs=logprobs,
-            wishes=read_wishes(fields.text("reasoning_effort", ""), kwargs=fields.get("chat_template_kwargs")),
+            wishes=read_template_options(
+                fields.text("reasoning_effort", ""), kwargs=fields.get("chat_template_kwargs")
+            ),
         )
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.errors import GuideRefused, shown
+from turnwise.errors import StructuredOutputError, shown
 from turnwise.gateway.dialects.core import Abilities, Fields, ToolChoice
 from turnwise.gateway.errors import invalid, unsupported
 from turnwise.model.core import Renderer
@@ -29,7 +29,7 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class ResponseFormat:
     """What an answer is held to.
 
     Attributes:
@@ -43,9 +43,9 @@ class Hold:
     field: str = ""
 
 
-def read_hold(
+def read_response_format(
     tools: tuple[ToolSchema, ...], choice: ToolChoice, answer: Format, abilities: Abilities, *, single: str = ""
-) -> Hold:
+) -> ResponseFormat:
     """Return what an answer is held to.
 
     Args:
@@ -62,14 +62,14 @@ def read_hold(
     schema = _schema(answer, abilities)
     forced = choice.mode in ("required", "named")
     if not told or not (forced or single or schema is not None):
-        return Hold(told) if schema is None else Hold(told, Guide(schema), answer.at)
+        return ResponseFormat(told) if schema is None else ResponseFormat(told, Guide(schema), answer.at)
     field = "tool_choice" if forced else single or answer.at
     if not abilities.forced_calls:
         raise unsupported(field, _why_not(abilities, forced=forced, single=bool(single)))
     names = choice.names or tuple(tool.name for tool in told)
     # Who names one tool asks for one call.
     most = 1 if single or (choice.mode == "named" and len(names) == 1) else None
-    return Hold(told, Guide(schema, names, text=not forced, most=most), field)
+    return ResponseFormat(told, Guide(schema, names, text=not forced, most=most), field)
 
 
 def abilities_of(renderer: Renderer, *, guides: bool) -> Abilities:
@@ -82,7 +82,7 @@ def abilities_of(renderer: Renderer, *, guides: bool) -> Abilities:
     probe = ToolSchema("f", "")
     try:
         forced = guides and bool(renderer.guides.tagged(Guide(calls=("f",), text=False), as_ids([]), [probe]).tag)
-    except GuideRefused:
+    except StructuredOutputError:
         forced = False
     return Abilities(
         images="image" in renderer.media,

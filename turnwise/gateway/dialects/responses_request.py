@@ -24,8 +24,8 @@ from turnwise.gateway.dialects.core import (
     text_part,
 )
 from turnwise.gateway.dialects.openai_chat import read_choice
-from turnwise.gateway.dialects.response_format import Format, read_hold
-from turnwise.gateway.dialects.template_options import read_wishes
+from turnwise.gateway.dialects.response_format import Format, read_response_format
+from turnwise.gateway.dialects.template_options import read_template_options
 from turnwise.gateway.errors import ApiError, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
@@ -81,7 +81,7 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier
     if fields.whole("top_logprobs", 0, 20):
         raise unsupported("top_logprobs", "the log-probability of the sampled token is all there is; set it to 0")
     text = Fields(fields.get("text") or {}, "text")
-    held = read_hold(schemas, choice, Format("text.format", text.get("format")), abilities, single=single)
+    held = read_response_format(schemas, choice, Format("text.format", text.get("format")), abilities, single=single)
     before = list(earlier(previous)) if (previous := fields.text("previous_response_id", "")) else []
     new = Reader(abilities, tools.custom).read(fields.get("input"))
     if not before and not new:
@@ -99,7 +99,7 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, earlier: Earlier
         guide=held.guide,
         guide_field=held.field,
         logprobs="message.output_text.logprobs" in fields.items("include"),
-        wishes=read_wishes(reasoning.text("effort", ""), kwargs=fields.get("chat_template_kwargs")),
+        wishes=read_template_options(reasoning.text("effort", ""), kwargs=fields.get("chat_template_kwargs")),
         extra={"body": body, "tools": tools, "conversation": (previous or None, new)},
     )
 

@@ -20,7 +20,7 @@ _NO_EFFORT = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class TemplateOptions:
     """What is asked of the template.
 
     Attributes:
@@ -34,10 +34,10 @@ class Wishes:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-NO_WISHES = Wishes()
+NO_TEMPLATE_OPTIONS = TemplateOptions()
 
 
-class Takes(Protocol):
+class TemplateSupport(Protocol):
     """What is asked of a renderer."""
 
     @property
@@ -48,26 +48,26 @@ class Takes(Protocol):
         """Return whether it may give this one."""
 
 
-def read_wishes(effort: str, thinking: bool | None = None, kwargs: Any = None) -> Wishes:
+def read_template_options(effort: str, thinking: bool | None = None, kwargs: Any = None) -> TemplateOptions:
     """Return the wishes of a body, given its fields.
 
     Raises:
         ApiError: ``chat_template_kwargs`` is no object.
     """
     if not effort and thinking is None and kwargs is None:
-        return NO_WISHES
+        return NO_TEMPLATE_OPTIONS
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise invalid(_FIELD, f"must be an object, not {shown(kwargs)}")
-    return Wishes(effort, thinking, kwargs or {})
+    return TemplateOptions(effort, thinking, kwargs or {})
 
 
-def template_args(wishes: Wishes, renderer: Takes) -> dict[str, Any]:
+def template_args(wishes: TemplateOptions, renderer: TemplateSupport) -> dict[str, Any]:
     """Return the arguments that a template is given for a request.
 
     Raises:
         ApiError: ``chat_template_kwargs`` holds what the template does not take.
     """
-    if wishes is NO_WISHES:
+    if wishes is NO_TEMPLATE_OPTIONS:
         return {}
     found: dict[str, Any] = {}
     thinking = wishes.thinking

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from turnwise.errors import BudgetSpent, InferenceError, TurnwiseError
+from turnwise.errors import BudgetExceeded, InferenceError, TurnwiseError
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.request import read_said
 from turnwise.gateway.proxy.session import Usage
@@ -32,7 +32,7 @@ _FINISHED = ("response.completed", "response.incomplete")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class UpstreamAnswer:
     """One answer.
 
     Attributes:
@@ -80,7 +80,7 @@ class AnswerReader(ABC):
                 self._data(line[5:].strip())
 
     @abstractmethod
-    def whole(self, body: Mapping[str, Any]) -> list[Said]:
+    def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
         """Return the answers of a body that was not streamed. Raises where it cannot be read."""
 
     @property
@@ -89,14 +89,14 @@ class AnswerReader(ABC):
         """Whether all that the endpoint says was seen, of the answers that began."""
 
     @abstractmethod
-    def said(self) -> list[Said]:
+    def said(self) -> list[UpstreamAnswer]:
         """Return the answers of a stream that is complete."""
 
     @abstractmethod
     def event(self, event: Mapping[str, Any]) -> None:
         """Read one event."""
 
-    def read_whole(self, raw: bytes) -> list[Said]:
+    def read_whole(self, raw: bytes) -> list[UpstreamAnswer]:
         """Return the answers of a body that was not streamed; one that cannot be read is its own text.
 
         None are returned where the endpoint says that it failed.
@@ -108,7 +108,7 @@ class AnswerReader(ABC):
                 return [] if body.get("error") else self.whole(body)
         except _UNREADABLE:
             pass
-        return [Said({"role": "assistant", "content": raw.decode("utf-8", "replace")}, read=False)]
+        return [UpstreamAnswer({"role": "assistant", "content": raw.decode("utf-8", "replace")}, read=False)]
 
     def _data(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -126,12 +126,12 @@ class AnswerReader(ABC):
         if isinstance(model, str) and model:
             self.model = clean(model[:_SHOWN])
 
-    def _message(self, parts: Any, *, cut: bool) -> Said:
+    def _message(self, parts: Any, *, cut: bool) -> UpstreamAnswer:
         try:
-            return Said(read_said(self.dialect, parts), cut)
+            return UpstreamAnswer(read_said(self.dialect, parts), cut)
         except _UNREADABLE:
             told = json.dumps(parts, ensure_ascii=False, default=str)
-            return Said({"role": "assistant", "content": told}, cut, read=False)
+            return UpstreamAnswer({"role": "assistant", "content": told}, cut, read=False)
 
 
 _UNREADABLE = (ApiError, AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
@@ -150,7 +150,7 @@ def failure_of(status: int, raw: bytes) -> TurnwiseError | None:
         why = "refused the key (401)" if status == 401 else f"answered {status}: {told[:_SHOWN]}"
         return InferenceError(f"the hosted endpoint {why}")
     if any(word in told for word in _OVERFLOW):
-        return BudgetSpent(StopReason.CONTEXT_OVERFLOW, told[:_SHOWN])
+        return BudgetExceeded(StopReason.CONTEXT_OVERFLOW, told[:_SHOWN])
     return None
 
 
@@ -181,11 +181,11 @@ class _Chat(AnswerReader):
         reasons = [choice["finish_reason"] for choice in self._choices.values()]
         return bool(reasons) and all(reason and reason != "error" for reason in reasons)
 
-    def whole(self, body: Mapping[str, Any]) -> list[Said]:
+    def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
         self._used(body)
         return [self._message(each["message"], cut=each.get("finish_reason") == "length") for each in body["choices"]]
 
-    def said(self) -> list[Said]:
+    def said(self) -> list[UpstreamAnswer]:
         choices = [_joined(choice) for _, choice in sorted(self._choices.items())]
         return [self._message(choice, cut=choice["finish_reason"] == "length") for choice in choices]
 
@@ -255,7 +255,7 @@ class _Responses(AnswerReader):
     def complete(self) -> bool:
         return self._response is not None
 
-    def whole(self, body: Mapping[str, Any]) -> list[Said]:
+    def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
         usage = body.get("usage")
         if isinstance(usage, Mapping):
             cached = _count(usage.get("input_tokens_details") or {}, "cached_tokens")
@@ -267,7 +267,7 @@ class _Responses(AnswerReader):
         why = (body.get("incomplete_details") or {}).get("reason")
         return [self._message(self.items, cut=why == "max_output_tokens")]
 
-    def said(self) -> list[Said]:
+    def said(self) -> list[UpstreamAnswer]:
         return self.whole(self._response or {})
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -292,11 +292,11 @@ class _Anthropic(AnswerReader):
     def complete(self) -> bool:
         return self._stop_reason is not None
 
-    def whole(self, body: Mapping[str, Any]) -> list[Said]:
+    def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
         self._used(body)
         return [self._message(body["content"], cut=_is_cut(body.get("stop_reason")))]
 
-    def said(self) -> list[Said]:
+    def said(self) -> list[UpstreamAnswer]:
         blocks = [_finished(self._blocks[index]) for index in sorted(self._blocks)]
         return [self._message(blocks, cut=_is_cut(self._stop_reason))]
 

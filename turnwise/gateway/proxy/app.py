@@ -13,19 +13,19 @@ from typing import Any, ClassVar, cast
 
 import aiohttp
 
-from turnwise.errors import BudgetSpent, InferenceError, SessionError
+from turnwise.errors import BudgetExceeded, InferenceError, SessionError
 from turnwise.gateway.app import GatewayApp, read_json
 from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects.core import Dialect, not_found
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.exchange import Exchange
-from turnwise.gateway.proxy.answer import Said, answer_reader, failure_of
+from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader, failure_of
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.request import Asked, read_asked, unread
 from turnwise.gateway.proxy.session import TextSession, Usage
 from turnwise.gateway.sessions import GatewaySession, Sessions
 from turnwise.inference.http_process import Receive, Scope, Send
-from turnwise.recorder.session import Placed
+from turnwise.recorder.session import PendingRequest
 from turnwise.types import Message, text_of
 
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class _Turn:
         self._asked, self._placed = _placed(entry.session, body, asked)
         self._closed = False
 
-    def commit(self, said: Sequence[Said]) -> None:
+    def commit(self, said: Sequence[UpstreamAnswer]) -> None:
         """Record answers; the first one brings what all of them used."""
         self._closed = True
         asked, usage = self._asked, self.reader.usage
@@ -133,7 +133,7 @@ class _Turn:
     def refused(self, status: int, raw: bytes) -> None:
         """Note that the endpoint answered with an error."""
         failure = failure_of(status, raw)
-        if isinstance(failure, BudgetSpent):
+        if isinstance(failure, BudgetExceeded):
             self._entry.note_outcome(failure)
         elif failure is not None:
             self._session.fail(failure)
@@ -148,7 +148,7 @@ class _Turn:
                 del items[next(iter(items))]
 
 
-def _placed(session: TextSession, body: Mapping[str, Any], asked: Asked) -> tuple[Asked, list[Placed]]:
+def _placed(session: TextSession, body: Mapping[str, Any], asked: Asked) -> tuple[Asked, list[PendingRequest]]:
     """Find where a request goes on; one that cannot be compared with others stands for itself."""
     try:
         return asked, _place(session, asked)
@@ -157,8 +157,8 @@ def _placed(session: TextSession, body: Mapping[str, Any], asked: Asked) -> tupl
         return told, _place(session, told)
 
 
-def _place(session: TextSession, asked: Asked) -> list[Placed]:
-    placed: list[Placed] = []
+def _place(session: TextSession, asked: Asked) -> list[PendingRequest]:
+    placed: list[PendingRequest] = []
     try:
         while len(placed) < asked.n:
             placed.append(session.place(asked.messages, asked.tools))

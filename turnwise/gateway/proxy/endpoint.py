@@ -202,9 +202,9 @@ class Endpoint:
         """Return what an endpoint said without its key: some quote what they were sent."""
         return data.replace(self._key.encode(), _HIDDEN) if self._key else data
 
-    def veil(self) -> Veil:
+    def veil(self) -> SecretFilter:
         """Return what hides the key in a stream."""
-        return Veil(self._key.encode())
+        return SecretFilter(self._key.encode())
 
     def _pool(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -217,7 +217,7 @@ class Endpoint:
         return self._http
 
 
-class Veil:
+class SecretFilter:
     """Hides a key in a stream, however it is cut into pieces.
 
     Args:

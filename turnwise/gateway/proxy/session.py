@@ -13,15 +13,15 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from turnwise.errors import GuideRefused, InferenceError, SessionError, TurnwiseError
+from turnwise.errors import InferenceError, SessionError, StructuredOutputError, TurnwiseError
 from turnwise.gateway.errors import unsupported
 from turnwise.gateway.sessions import SETTINGS, SessionSettings
 from turnwise.model.canonical import Canonical, TemplateArguments
-from turnwise.model.core import GuideTags, LLMClient, ModelInfo
+from turnwise.model.core import LLMClient, ModelInfo, StructuralTags
 from turnwise.recorder.completion import SessionLimits, room_for
 from turnwise.recorder.history import History
 from turnwise.recorder.matching import EchoPolicy
-from turnwise.recorder.session import Placed, Session
+from turnwise.recorder.session import PendingRequest, Session
 from turnwise.tools.response import estimated_tokens
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, ToolCall, ToolSchema
 
@@ -35,7 +35,9 @@ _BYTES_A_TOKEN = 4
 class _NoTags:
     def tagged(self, guide: object, tail: TokenIds, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
         """Raise: programs ask the endpoint for that in its own words."""
-        raise GuideRefused("nothing here holds an answer of a hosted endpoint to anything: leave params.guide out")
+        raise StructuredOutputError(
+            "nothing here holds an answer of a hosted endpoint to anything: leave params.guide out"
+        )
 
 
 class TextRenderer:
@@ -46,7 +48,7 @@ class TextRenderer:
         self.why = ""
         self.media: frozenset[str] = frozenset()
         self.escaped = 0
-        self.guides: GuideTags = _NoTags()
+        self.guides: StructuralTags = _NoTags()
         self.arguments: TemplateArguments = ()
         self.reads: frozenset[str] = frozenset()
 
@@ -254,7 +256,7 @@ class TextSession(Session):
             self.count(f"answered_by/{answered.model}")
         return self.commit(placed, answered.message, cut=answered.cut, usage=answered.usage, sampling=answered.sampling)
 
-    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Placed:
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PendingRequest:
         """Find where a request goes on. Nothing is recorded.
 
         Raises:
@@ -264,7 +266,7 @@ class TextSession(Session):
         return self._open(messages, tools, None, None)
 
     def commit(
-        self, placed: Placed, message: Message, *, cut: bool, usage: Usage | None, sampling: dict[str, float]
+        self, placed: PendingRequest, message: Message, *, cut: bool, usage: Usage | None, sampling: dict[str, float]
     ) -> Message:
         """Record the answer to a request.
 
@@ -295,7 +297,7 @@ class TextSession(Session):
         self.turn_metrics[given["turn_id"]] = noted
         return given
 
-    def withdraw(self, placed: Sequence[Placed]) -> None:
+    def withdraw(self, placed: Sequence[PendingRequest]) -> None:
         """Take back requests that were not answered: they use up no turn."""
         self._requests -= len(placed)
 
@@ -341,7 +343,7 @@ class TextSession(Session):
         room_for(self.limits, self.id, prompt=len(prompt), committed=self._used, requests=self._requests, wanted=None)
         return params
 
-    def _use(self, placed: Placed, usage: Usage) -> None:
+    def _use(self, placed: PendingRequest, usage: Usage) -> None:
         """Count each token of the tree once, as a session with ids does: what stood in the branch before is known."""
         turn = self._tree.nodes[-1]
         known = placed.match.parent

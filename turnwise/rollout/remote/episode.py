@@ -13,12 +13,12 @@ import aiohttp
 
 from turnwise.agents.core import Episode, EpisodeLimits
 from turnwise.envs.core import Env, StepResult
-from turnwise.errors import RunnerLost, SessionError, TurnwiseError
+from turnwise.errors import RunnerDisconnected, SessionError, TurnwiseError
 from turnwise.gateway.local import Door
 from turnwise.gateway.proxy.session import NoTokens, TextRenderer
 from turnwise.gateway.sessions import GatewaySession
 from turnwise.recorder.session import Session, SessionLimits
-from turnwise.recorder.tree import Opened
+from turnwise.recorder.tree import PromptPlacement
 from turnwise.rollout.remote.protocol import PREFIX, dump, error_record, load, read_error, read_message, read_params
 from turnwise.tasks import Task
 from turnwise.tools.response import ToolResponse
@@ -52,7 +52,7 @@ class LeaseClient:
             async with self._http.post(f"{self._url}/{what}", data=dump(body)) as response:
                 answer = load(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError) as gone:
-            raise RunnerLost(f"the run cannot be reached: {type(gone).__name__}: {gone}") from gone
+            raise RunnerDisconnected(f"the run cannot be reached: {type(gone).__name__}: {gone}") from gone
         told = answer.get("error")
         if told is None:
             return answer
@@ -60,7 +60,7 @@ class LeaseClient:
             # What the agent sent is wrong, and would be so again.
             raise read_error(told)
         if response.status != 200:
-            raise RunnerLost(str(told.get("message")))
+            raise RunnerDisconnected(str(told.get("message")))
         error = read_error(told)
         self._errors.append((error, int(told["known"])))
         raise error
@@ -157,7 +157,7 @@ class RemoteSession(Session):
         *,
         fork: str | None = None,  # noqa: ARG002
         template_args: Mapping[str, Any] | None = None,  # noqa: ARG002
-    ) -> AsyncIterator[Opened | TokenDelta | Message]:
+    ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
         """Refuse: a runner is sent whole messages.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from pydantic_core import to_jsonable_python
 
 from turnwise import errors
-from turnwise.errors import AgentError, BudgetSpent, FormatError, TurnwiseError
+from turnwise.errors import AgentError, BudgetExceeded, FormatError, TurnwiseError
 from turnwise.types import Guide, Message, SamplingParams, ToolCall, ToolSchema
 
 VERSION = 1
@@ -121,7 +121,7 @@ def error_record(error: BaseException) -> dict[str, Any]:
     record: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, TurnwiseError) and error.retryable:
         record["retryable"] = True
-    if isinstance(error, BudgetSpent):
+    if isinstance(error, BudgetExceeded):
         record |= {"stop_reason": error.stop_reason, "used": error.used, "limit": error.limit}
     return record
 
@@ -129,9 +129,9 @@ def error_record(error: BaseException) -> dict[str, Any]:
 def read_error(record: Mapping[str, Any]) -> TurnwiseError:
     """Return an error that was sent, as its own kind where that is one of ours."""
     name, message = str(record.get("type")), str(record.get("message"))
-    if name == "BudgetSpent":
+    if name == "BudgetExceeded":
         used, limit = record.get("used"), record.get("limit")
-        return BudgetSpent(str(record.get("stop_reason")), message, used=used, limit=limit)
+        return BudgetExceeded(str(record.get("stop_reason")), message, used=used, limit=limit)
     kind = _KINDS.get(name)
     if kind is not None:
         return kind(message)

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from turnwise.agents.core import Agent
-from turnwise.errors import AgentError, ConfigError, FormatError, InferenceError, RunnerLost
+from turnwise.errors import AgentError, ConfigError, FormatError, InferenceError, RunnerDisconnected
 from turnwise.rollout.remote.episode import LeaseClient, RemoteEpisode
 from turnwise.rollout.remote.protocol import PREFIX, VERSION, dump, load
 
@@ -177,7 +177,7 @@ class _Line:
             error = raised
         try:
             await lease.ask("result", episode.result(error))
-        except (RunnerLost, FormatError) as refused:
+        except (RunnerDisconnected, FormatError) as refused:
             self._say(f"{episode.id}: the run took no result: {refused}")
         finally:
             self._working.pop(work["lease"], None)

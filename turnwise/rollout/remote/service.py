@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from turnwise.agents.core import Agent, Episode, recorded_turns
-from turnwise.errors import AgentError, FormatError, RunnerLost, TurnwiseError, shown
+from turnwise.errors import AgentError, FormatError, RunnerDisconnected, TurnwiseError, shown
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.server import admin_key
 from turnwise.inference.http_process import Receive, Scope, Send, answer_json, read_body
@@ -106,9 +106,9 @@ class RunnerHub:
         self._match()
         return runner
 
-    def beat(self, runner: Runner) -> None:
+    def heartbeat(self, runner: Runner) -> None:
         """Note a sign of life."""
-        self._lives.beat(runner.id)
+        self._lives.heartbeat(runner.id)
 
     def leave(self, runner: Runner, why: str) -> None:
         """Give a runner up: what it works on is lost. Twice is no error."""
@@ -118,7 +118,7 @@ class RunnerHub:
         self._notify(f"runner {runner.name} is gone: {why} ({len(self.runners)} left)")
         for lease in list(runner.leases.values()):
             if not lease.done.done():
-                lease.done.set_exception(RunnerLost(f"runner {runner.name} is gone: {why}"))
+                lease.done.set_exception(RunnerDisconnected(f"runner {runner.name} is gone: {why}"))
         runner.events.put_nowait(None)
         self._say_waiting()
 
@@ -151,7 +151,7 @@ class RunnerHub:
             RunnerLost: It has gone.
         """
         if runner.id not in self.runners:
-            raise RunnerLost(f"runner {runner.name} went while an episode was begun for it")
+            raise RunnerDisconnected(f"runner {runner.name} went while an episode was begun for it")
         lease = Lease(secrets.token_urlsafe(16), episode, asyncio.get_running_loop().create_future())
         runner.leases[lease.id] = lease
         runner.events.put_nowait({"event": "work", "lease": lease.id, **work})
@@ -261,7 +261,7 @@ class RunnerApp:
         runner = self._hub.runners.get(runner_id)
         if runner is None:
             raise _Refused(410, "the run has given this runner up: open a line anew")
-        self._hub.beat(runner)
+        self._hub.heartbeat(runner)
         return runner
 
     def _lease(self, runner: Runner, lease_id: str) -> Lease:

@@ -20,7 +20,16 @@ from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.producer import MemberRule
 from turnwise.rollout.replay.group_store import GroupStore, versions_of
-from turnwise.rollout.replay.strategies import STALE, Arrival, Choice, Cut, Flight, GroupFacts, Strategy, Tail
+from turnwise.rollout.replay.strategies import (
+    STALE,
+    Arrival,
+    Choice,
+    Flight,
+    GroupFacts,
+    StragglerCutoff,
+    StragglerDeadline,
+    Strategy,
+)
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 T = TypeVar("T")
@@ -204,7 +213,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         journal: Journal | None = None,
         *,
         members: MemberRule | None = None,
-        tail: Tail | None = None,
+        tail: StragglerDeadline | None = None,
         memory_mb: int = 1024,
     ) -> None:
         super().__init__()
@@ -314,7 +323,7 @@ class LocalReplayBuffer(Waiting, ReplayBuffer):
         if partition_id == "train":
             self._step = global_steps
         strategy, tail = (self._strategy, self._tail) if partition_id == "train" else (_EVALUATED, None)
-        cut, stale = Cut(), 0
+        cut, stale = StragglerCutoff(), 0
         while True:
             # Taken before the choice: a group that comes while others are asked for wakes this one, too.
             changed = self._changed

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from turnwise.rollout.config import NamedConfig
 from turnwise.rollout.producer import MemberRule
-from turnwise.rollout.replay.strategies import Order, Tail
+from turnwise.rollout.replay.strategies import Order, StragglerDeadline
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -118,7 +118,7 @@ class RunFacts:
     sync: bool
     seed: int = 0
     members: MemberRule = field(default_factory=MemberRule)
-    tail: Tail | None = None
+    tail: StragglerDeadline | None = None
 
     @property
     def order(self) -> Order:

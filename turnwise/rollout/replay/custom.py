@@ -21,7 +21,7 @@ KEY = "replay.buffer"
 _EXAMPLE = "return self.take(ids, global_steps), which is a batch and its metrics"
 
 
-def own_class(name: str) -> type[LocalReplayBuffer]:
+def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
     """Return the class that ``replay.buffer`` names.
 
     Raises:
@@ -39,7 +39,7 @@ def own_class(name: str) -> type[LocalReplayBuffer]:
     return found
 
 
-class OwnBuffer(ReplayBuffer):
+class CustomReplayBuffer(ReplayBuffer):
     """Calls a user's ``sample`` and checks what it returns.
 
     A plain ``def sample`` runs in a thread, where it may block; an ``async def`` on the event loop. While it waits for
@@ -58,7 +58,7 @@ class OwnBuffer(ReplayBuffer):
         self._refill: Callable[[int], bool] | None = None
 
     @classmethod
-    def make(cls, named: NamedConfig, strategy: Strategy, **inherited: Any) -> OwnBuffer:
+    def make(cls, named: NamedConfig, strategy: Strategy, **inherited: Any) -> CustomReplayBuffer:
         """Make the buffer that the configuration names.
 
         Args:
@@ -69,7 +69,7 @@ class OwnBuffer(ReplayBuffer):
         Raises:
             ConfigError: It is not there, or cannot be made.
         """
-        found = own_class(named.name)
+        found = custom_buffer_class(named.name)
         try:
             return cls(named.name, found(strategy=strategy, **inherited, **named.config), strategy)
         except TypeError as error:

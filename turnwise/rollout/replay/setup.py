@@ -19,21 +19,21 @@ from turnwise.rollout.core import ReplayBuffer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.custom import OwnBuffer, own_class
+from turnwise.rollout.replay.custom import CustomReplayBuffer, custom_buffer_class
 from turnwise.rollout.replay.strategies import (
     Arrival,
     Bounded,
     Filtered,
     Mixed,
     OnPolicy,
-    Prioritised,
+    Prioritized,
     Strategy,
     stored_groups,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class StalenessBound:
     """How far rollouts may run ahead of training.
 
     Attributes:
@@ -83,7 +83,7 @@ def _fifo(config: ReplayConfig, facts: RunFacts) -> Strategy:
 
 
 def _prioritised(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    return Prioritised(config.alpha, config.max_staleness, seed=facts.seed)
+    return Prioritized(config.alpha, config.max_staleness, seed=facts.seed)
 
 
 def _mixed(config: ReplayConfig, facts: RunFacts) -> Strategy:
@@ -159,7 +159,7 @@ def check_replay(config: ReplayConfig, facts: RunFacts) -> None:
     """
     make_strategy(config, facts)
     if config.buffer is not None:
-        own_class(config.buffer.name)
+        custom_buffer_class(config.buffer.name)
 
 
 def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> ReplayBuffer:
@@ -171,12 +171,12 @@ def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None =
     strategy = make_strategy(config, facts)
     kept: dict[str, Any] = {"members": facts.members, "tail": facts.tail, "memory_mb": config.memory_mb}
     if config.buffer is not None:
-        return OwnBuffer.make(config.buffer, strategy, journal=journal, **kept)
+        return CustomReplayBuffer.make(config.buffer, strategy, journal=journal, **kept)
     return LocalReplayBuffer(strategy, journal, **kept)
 
 
-def make_admission(config: ReplayConfig, facts: RunFacts) -> Admission:
+def make_admission(config: ReplayConfig, facts: RunFacts) -> StalenessBound:
     """Return how far rollouts may run ahead under the configured strategy."""
     mixed = strategy_name(config, sync=facts.sync) == "mixed"
     stored = stored_groups(config.stored_share, facts.groups) if mixed else 0
-    return Admission(facts.groups - stored, config.ahead, allowed_staleness(config, sync=facts.sync))
+    return StalenessBound(facts.groups - stored, config.ahead, allowed_staleness(config, sync=facts.sync))

@@ -273,7 +273,7 @@ def drawn(groups: Sequence[GroupFacts], weights: Sequence[float], seed: tuple[in
     return [group for _, _, group in sorted(zip(keys, (g.id for g in groups), groups, strict=True), reverse=True)]
 
 
-class Prioritised(Strategy):
+class Prioritized(Strategy):
     """Groups drawn in proportion to ``priority ** alpha``, without replacement (Schaul et al. 2016, Prioritized
     Experience Replay, arXiv:1511.05952, eq. 1; its importance weights are left out: groups that teach nothing are what
     is to be met less often).
@@ -358,7 +358,7 @@ def stored_groups(share: float, groups: int) -> int:
     return int(share * groups + 1e-9)
 
 
-__all__ = ["Arrival", "Bounded", "Choice", "Flight", "GroupFacts", "Mixed", "OnPolicy", "Prioritised", "Strategy"]
+__all__ = ["Arrival", "Bounded", "Choice", "Flight", "GroupFacts", "Mixed", "OnPolicy", "Prioritized", "Strategy"]
 
 
 EQUAL = "equal"
@@ -411,7 +411,7 @@ class Filtered(Strategy):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StragglerCutoff:
     """Where waiting for a batch stands.
 
     Attributes:
@@ -431,7 +431,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class StragglerDeadline:
     """Once ``share`` of a batch is there, the rest has ``seconds``.
 
     Groups stay whole: what is taken is fewer groups, never part of one.
@@ -450,7 +450,7 @@ class Tail:
 
     def look(
         self, choose: Callable[[int], Choice], ready: int, batch_size: int, since: float | None, now: float
-    ) -> Cut:
+    ) -> StragglerCutoff:
         """Say whether a batch that is not complete is taken as it is.
 
         Args:
@@ -462,10 +462,10 @@ class Tail:
         """
         least = self.least(batch_size)
         if ready < least or choose(least).take is None:
-            return Cut()
+            return StragglerCutoff()
         since = now if since is None else since
         due = since + self.seconds
         if now < due:
-            return Cut(since, due=due)
+            return StragglerCutoff(since, due=due)
         sizes = range(min(ready, batch_size), least - 1, -1)
-        return Cut(since, next(take for size in sizes if (take := choose(size).take) is not None))
+        return StragglerCutoff(since, next(take for size in sizes if (take := choose(size).take) is not None))

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from turnwise.errors import SandboxDied, SandboxError
 from turnwise.sandboxes.checker.context import CheckFailed, CheckSkipped, beats, gone, host_processes, quiet
-from turnwise.sandboxes.checker.fixtures import Scene
+from turnwise.sandboxes.checker.fixtures import Fixtures
 from turnwise.sandboxes.core import SandboxLimits
 
 
-async def read_link(scene: Scene) -> list[str]:
+async def read_link(scene: Fixtures) -> list[str]:
     """Let the host read through links that lead to its own files."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     world = scene.files["world"]
@@ -47,7 +47,7 @@ async def read_link(scene: Scene) -> list[str]:
     return got
 
 
-async def write_link(scene: Scene) -> list[str]:
+async def write_link(scene: Fixtures) -> list[str]:
     """Let the host write through links that lead to its own files and folders."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     file = scene.files["open"]
@@ -60,7 +60,7 @@ async def write_link(scene: Scene) -> list[str]:
     return _touched(scene, before)
 
 
-async def upload_link(scene: Scene) -> list[str]:
+async def upload_link(scene: Fixtures) -> list[str]:
     """Let the host upload into folders that are links to its own."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     file = scene.files["open"]
@@ -81,7 +81,7 @@ async def upload_link(scene: Scene) -> list[str]:
     return _touched(scene, before)
 
 
-async def download_links(scene: Scene) -> list[str]:
+async def download_links(scene: Fixtures) -> list[str]:
     """Let the host download a folder whose links and names lead out of where it is put."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     outer = scene.exam.host_folder()
@@ -102,7 +102,7 @@ async def download_links(scene: Scene) -> list[str]:
     return got + _bystander(outer, {"bystander", "target"})
 
 
-async def download_twice(scene: Scene) -> list[str]:
+async def download_twice(scene: Fixtures) -> list[str]:
     """Let a link that one download brought lead the next one out."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     outer = scene.exam.host_folder()
@@ -122,7 +122,7 @@ async def download_twice(scene: Scene) -> list[str]:
     return _bystander(outer, {"bystander", "target"})
 
 
-async def download_race(scene: Scene) -> list[str]:
+async def download_race(scene: Fixtures) -> list[str]:
     """Change a folder into a link and back all the time while the host downloads it."""
     sandbox, name = await scene.exam.sandbox(), scene.exam.name()
     outer = scene.exam.host_folder()
@@ -158,7 +158,7 @@ async def download_race(scene: Scene) -> list[str]:
 _SECOND = "rm {name}/door {name}/file; mkdir {name}/door; echo x > {name}/door/made; echo attacked > {name}/file"
 
 
-async def _inside(scene: Scene, script: str) -> None:
+async def _inside(scene: Fixtures, script: str) -> None:
     result = await (await scene.exam.sandbox()).exec(script)
     if not result.ok:
         raise CheckFailed(f"the attack could not be prepared: {result.text}")
@@ -185,7 +185,7 @@ def _links_out(folder: Path) -> list[Path]:
     return found
 
 
-def _touched(scene: Scene, before: bytes) -> list[str]:
+def _touched(scene: Fixtures, before: bytes) -> list[str]:
     """Return what changed beside and in the file that everybody may write, and put it right again."""
     file = scene.files["open"]
     got = [f"{file} was changed"] if file.read_bytes() != before or file.is_symlink() else []
@@ -209,7 +209,7 @@ def _bystander(outer: Path, known: set[str]) -> list[str]:
     )
 
 
-async def time_out(scene: Scene) -> list[str]:
+async def time_out(scene: Fixtures) -> list[str]:
     """Fork twice, make a new session, drop the environment, be deaf to signals, and go on after the time-out."""
     sandbox = await scene.exam.sandbox()
     got = []
@@ -231,7 +231,7 @@ async def time_out(scene: Scene) -> list[str]:
     return got
 
 
-async def host(scene: Scene) -> list[str]:
+async def host(scene: Fixtures) -> list[str]:
     """Go on after SIGKILL of the host process that had started the sandbox."""
     exam = scene.exam
     if exam.config is None:
@@ -289,25 +289,25 @@ class Attack:
     """
 
     containment: str
-    run: Callable[[Scene], Awaitable[list[str]]]
+    run: Callable[[Fixtures], Awaitable[list[str]]]
 
 
-def _program(name: str, given: Callable[[Scene], dict[str, Any]]) -> Callable[[Scene], Awaitable[list[str]]]:
-    async def run(scene: Scene) -> list[str]:
+def _program(name: str, given: Callable[[Fixtures], dict[str, Any]]) -> Callable[[Fixtures], Awaitable[list[str]]]:
+    async def run(scene: Fixtures) -> list[str]:
         return await scene.attack(await scene.exam.sandbox(), name, given(scene))
 
     return run
 
 
-def _file(name: str) -> Callable[[Scene], dict[str, Any]]:
+def _file(name: str) -> Callable[[Fixtures], dict[str, Any]]:
     return lambda scene: {"path": str(scene.files[name]), "secret": scene.secret, "victim": scene.victim}
 
 
-def _victim(scene: Scene) -> dict[str, Any]:
+def _victim(scene: Fixtures) -> dict[str, Any]:
     return {"victim": scene.victim, "mark": scene.mark, "secret": scene.secret}
 
 
-async def _write_outside(scene: Scene) -> list[str]:
+async def _write_outside(scene: Fixtures) -> list[str]:
     file = scene.files["open"]
     before = file.read_bytes()
     sandbox = await scene.exam.sandbox()
@@ -318,29 +318,29 @@ async def _write_outside(scene: Scene) -> list[str]:
     return [f"{file} was changed"] * (file.read_bytes() != before) + [f"{each} was made" for each in new]
 
 
-async def _signal(scene: Scene) -> list[str]:
+async def _signal(scene: Fixtures) -> list[str]:
     await scene.attack(await scene.exam.sandbox(), "signal", _victim(scene))
     return ["a process of the host was killed"] if scene.victim_died() else []
 
 
-async def _tcp(scene: Scene) -> list[str]:
+async def _tcp(scene: Fixtures) -> list[str]:
     given = {"port": scene.tcp_port, "mark": scene.mark, "addresses": scene.addresses}
     await scene.attack(await scene.exam.sandbox(), "tcp", given)
     return await scene.heard("tcp")
 
 
-async def _udp(scene: Scene) -> list[str]:
+async def _udp(scene: Fixtures) -> list[str]:
     given = {"port": scene.udp_port, "mark": scene.mark, "addresses": scene.addresses}
     await scene.attack(await scene.exam.sandbox(), "udp", given)
     return await scene.heard("udp")
 
 
-async def _unix(scene: Scene, names: list[str]) -> list[str]:
+async def _unix(scene: Fixtures, names: list[str]) -> list[str]:
     await scene.attack(await scene.exam.sandbox(), "unix", {"names": names, "mark": scene.mark})
     return await scene.heard("unix")
 
 
-async def _bounded(scene: Scene, name: str, given: dict[str, Any], *, may_die: bool = False) -> list[str]:
+async def _bounded(scene: Fixtures, name: str, given: dict[str, Any], *, may_die: bool = False) -> list[str]:
     """Attack what may be used, in a sandbox with little of it; ``may_die``: whether the attack's end is its defeat."""
     async with scene.exam.fresh(limits=_BOUNDED) as sandbox:
         try:
@@ -361,29 +361,29 @@ async def _bounded(scene: Scene, name: str, given: dict[str, Any], *, may_die: b
         return got
 
 
-async def _fork_bomb(scene: Scene) -> list[str]:
+async def _fork_bomb(scene: Fixtures) -> list[str]:
     limit = _BOUNDED.pids
     return await _bounded(scene, "fork bomb", {"limit": limit, "most": limit * 3, "seconds": 1.5}, may_die=True)
 
 
-async def _memory(scene: Scene, each: int, count: int) -> list[str]:
+async def _memory(scene: Fixtures, each: int, count: int) -> list[str]:
     given = {"limit": _BOUNDED.memory, "each": each, "count": count, "seconds": 3.0}
     return await _bounded(scene, "memory", given, may_die=True)
 
 
-async def _one_file(scene: Scene) -> list[str]:
+async def _one_file(scene: Fixtures) -> list[str]:
     limit = _BOUNDED.file_size
     return await _bounded(scene, "one file", {"folder": ".", "limit": limit, "most": limit * 2})
 
 
-async def _many_files(scene: Scene) -> list[str]:
+async def _many_files(scene: Fixtures) -> list[str]:
     # Several file systems may each hold the limit, or less: what is more than three times of it is no rounding.
     folders = [".", "/tmp", "/dev/shm", "/var/tmp", "/run", "/root"]
     given = {"limit": _BOUNDED.disk, "most": _BOUNDED.disk * 3, "each": 8 * _MIB, "folders": folders}
     return await _bounded(scene, "many files", given)
 
 
-async def _forge(scene: Scene) -> list[str]:
+async def _forge(scene: Fixtures) -> list[str]:
     inside = scene.exam.capabilities.processes
     async with scene.exam.fresh() as sandbox:
         try:
@@ -400,7 +400,7 @@ async def _forge(scene: Scene) -> list[str]:
     return got
 
 
-def _kernel(name: str) -> Callable[[Scene], Awaitable[list[str]]]:
+def _kernel(name: str) -> Callable[[Fixtures], Awaitable[list[str]]]:
     return _program(name, lambda _: {"folder": "."})
 
 

@@ -8,11 +8,11 @@ import os
 import time
 
 from turnwise.errors import SandboxFileNotFound
-from turnwise.sandboxes.checker.context import SECRET, Exam, alive, beating, beats, expect, need, quiet, soon
+from turnwise.sandboxes.checker.context import SECRET, CheckContext, alive, beating, beats, expect, need, quiet, soon
 from turnwise.sandboxes.core import Sandbox, SandboxProcess
 
 
-async def exit_codes(exam: Exam) -> None:
+async def exit_codes(exam: CheckContext) -> None:
     """A command's exit code is what it says."""
     sandbox = await exam.sandbox()
     for code in (0, 1, 7, 255):
@@ -21,7 +21,7 @@ async def exit_codes(exam: Exam) -> None:
         need(result.ok == (code == 0) and not result.timed_out, f"'exit {code}' gave {result}")
 
 
-async def signals(exam: Exam) -> None:
+async def signals(exam: CheckContext) -> None:
     """A command that signal n ended has the exit code 128 + n."""
     sandbox = await exam.sandbox()
     for name, number in (("KILL", 9), ("SEGV", 11)):
@@ -29,7 +29,7 @@ async def signals(exam: Exam) -> None:
         need(result.exit_code == 128 + number, f"a command that SIG{name} ended gave {result.exit_code}")
 
 
-async def missing_program(exam: Exam) -> None:
+async def missing_program(exam: CheckContext) -> None:
     """A program that is not there is a result with 127."""
     sandbox = await exam.sandbox()
     for command in (["turnwise-no-such-program"], "turnwise-no-such-program", ["/no/such/program", "x"]):
@@ -37,14 +37,14 @@ async def missing_program(exam: Exam) -> None:
         need(result.exit_code == 127, f"{command!r} gave {result.exit_code}, not 127")
 
 
-async def streams(exam: Exam) -> None:
+async def streams(exam: CheckContext) -> None:
     """The two streams are kept apart."""
     result = await (await exam.sandbox()).exec("echo out; echo err >&2; echo out2")
     need((result.stdout, result.stderr) == (b"out\nout2\n", b"err\n"), f"got {result.stdout!r} and {result.stderr!r}")
     need(result.text == "out\nout2\nerr\n", f"text is {result.text!r}")
 
 
-async def binary(exam: Exam) -> None:
+async def binary(exam: CheckContext) -> None:
     """Bytes that are no text come through unchanged."""
     script = r"printf '\000\377\200\r\n\033'; printf '\376\000' >&2"
     result = await (await exam.sandbox()).exec(script)
@@ -52,7 +52,7 @@ async def binary(exam: Exam) -> None:
     need(result.stderr == b"\xfe\x00", f"stderr came as {result.stderr!r}")
 
 
-async def arguments(exam: Exam) -> None:
+async def arguments(exam: CheckContext) -> None:
     """A sequence is run as it is: no shell reads it."""
     words = ["a b", "$HOME", "*", "", "'\"\\", "two\nlines", "--", "é"]
     result = await (await exam.sandbox()).exec(["printf", "[%s]", *words])
@@ -61,14 +61,14 @@ async def arguments(exam: Exam) -> None:
     need(result.stdout == b"x y\n3\n", f"a text is not run by a shell: {result.stdout!r}")
 
 
-async def long_argument(exam: Exam) -> None:
+async def long_argument(exam: CheckContext) -> None:
     """An argument and a variable of 100,000 characters come through."""
     word = "x" * 100_000
     result = await (await exam.sandbox()).exec(["sh", "-c", "echo ${#1} ${#LONG}", "sh", word], env={"LONG": word})
     need(result.stdout == b"100000 100000\n", f"got {result.stdout[:100]!r}, {result.stderr[:200]!r}")
 
 
-async def folders(exam: Exam) -> None:
+async def folders(exam: CheckContext) -> None:
     """Commands run in the workdir, or in ``cwd``, absolute or relative to it."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -80,7 +80,7 @@ async def folders(exam: Exam) -> None:
         need(result.stdout.decode().strip() == wanted, f"cwd={cwd!r} ran in {result.stdout!r}, not {wanted}")
 
 
-async def bad_folder(exam: Exam) -> None:
+async def bad_folder(exam: CheckContext) -> None:
     """A ``cwd`` that is no folder is told apart from a missing program."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -91,7 +91,7 @@ async def bad_folder(exam: Exam) -> None:
     need((await sandbox.exec(["true"])).ok, "after a bad cwd nothing can be run")
 
 
-async def variables(exam: Exam) -> None:
+async def variables(exam: CheckContext) -> None:
     """Variables of the spec hold for every command, those of a call over them and for that call only."""
     env = {"CHECK_A": "of spec", "CHECK_B": "of spec"}
     async with exam.fresh(env={**exam.spec.env, **env}) as sandbox:
@@ -103,7 +103,7 @@ async def variables(exam: Exam) -> None:
         need(result.stdout == b"of spec|of spec|", f"the next call has {result.stdout!r}")
 
 
-async def host_environment(exam: Exam) -> None:
+async def host_environment(exam: CheckContext) -> None:
     """Nothing of the host's environment is inherited."""
     result = await (await exam.sandbox()).exec(["env"])
     need(result.ok, f"'env' gave {result}")
@@ -111,7 +111,7 @@ async def host_environment(exam: Exam) -> None:
     need("HOME=" in result.text and "PATH=" in result.text, f"a command has no HOME or no PATH: {result.text!r}")
 
 
-async def stdin(exam: Exam) -> None:
+async def stdin(exam: CheckContext) -> None:
     """Input comes through whole; without, it is empty; a command need not read it."""
     sandbox = await exam.sandbox()
     data = bytes(range(256)) * 64
@@ -125,13 +125,13 @@ async def stdin(exam: Exam) -> None:
     need(result.exit_code == 3, f"a command that does not read its input gave {result.exit_code}")
 
 
-async def long_stdin(exam: Exam) -> None:
+async def long_stdin(exam: CheckContext) -> None:
     """Five megabytes of input come through."""
     result = await (await exam.sandbox()).exec(["wc", "-c"], stdin=b"12345678" * 655_360, timeout=60)
     need(result.stdout.strip() == b"5242880", f"wc counted {result.stdout!r} {result.stderr!r}")
 
 
-async def cut(exam: Exam) -> None:
+async def cut(exam: CheckContext) -> None:
     """Of long output the head and the tail are kept, to the byte, and a line says how much is missing."""
     sandbox = await exam.sandbox()
     whole = "".join(f"{number}\n" for number in range(1, 30_001)).encode()
@@ -147,13 +147,13 @@ async def cut(exam: Exam) -> None:
         need(missing in between.replace(b",", b""), f"the line between does not say {missing!r}: {between!r}")
 
 
-async def uncut(exam: Exam) -> None:
+async def uncut(exam: CheckContext) -> None:
     """Output of exactly as many bytes as are kept is whole."""
     result = await (await exam.sandbox()).exec("head -c 10000 /dev/zero", max_output=10_000)
     need(result.stdout == bytes(10_000) and not result.truncated, f"{len(result.stdout)} bytes, {result.truncated=}")
 
 
-async def much_output(exam: Exam) -> None:
+async def much_output(exam: CheckContext) -> None:
     """Twenty megabytes of output are read and dropped, and the command ends."""
     result = await (await exam.sandbox()).exec("head -c 20000000 /dev/zero; echo end", timeout=60)
     need(
@@ -162,7 +162,7 @@ async def much_output(exam: Exam) -> None:
     need(len(result.stdout) < 70_000, f"{len(result.stdout)} bytes are kept of 65536")
 
 
-async def together(exam: Exam) -> None:
+async def together(exam: CheckContext) -> None:
     """Commands run at the same time, and each has its own result."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -176,13 +176,13 @@ async def together(exam: Exam) -> None:
         need((result.stdout, result.exit_code) == (f"{number}\n".encode(), number), f"command {number} gave {result}")
 
 
-async def duration(exam: Exam) -> None:
+async def duration(exam: CheckContext) -> None:
     """The duration is that of the command."""
     result = await (await exam.sandbox()).exec("sleep 0.3", timeout=None)
     need(0.25 <= result.duration < 10, f"'sleep 0.3' is said to have taken {result.duration} s")
 
 
-async def user(exam: Exam) -> None:
+async def user(exam: CheckContext) -> None:
     """Commands run as an unprivileged user, who may write in the workdir and in /tmp."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -195,7 +195,7 @@ async def user(exam: Exam) -> None:
         need(uid != b"0", "commands run as root, though the spec names no user")
 
 
-async def timeout(exam: Exam) -> None:
+async def timeout(exam: CheckContext) -> None:
     """A time-out is a result: 124, with what was written before, in time, and the sandbox lives on."""
     sandbox = await exam.sandbox()
     began = time.monotonic()
@@ -207,7 +207,7 @@ async def timeout(exam: Exam) -> None:
     need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not answer after a time-out")
 
 
-async def timeout_tree(exam: Exam) -> None:
+async def timeout_tree(exam: CheckContext) -> None:
     """A time-out ends all that the command started, however it detached itself."""
     sandbox = await exam.sandbox()
     file = exam.name()
@@ -222,14 +222,14 @@ async def timeout_tree(exam: Exam) -> None:
     need(await quiet(sandbox, file), "a process that forked twice and deafened itself outlives the time-out")
 
 
-async def timeout_spam(exam: Exam) -> None:
+async def timeout_spam(exam: CheckContext) -> None:
     """A command that writes without end is ended at its time-out, and its head and tail are kept."""
     result = await (await exam.sandbox()).exec("yes", timeout=0.7, max_output=4096)
     need(result.timed_out and result.truncated, f"{result.timed_out=} {result.truncated=}")
     need(result.stdout.startswith(b"y\ny\n") and len(result.stdout) < 4400, f"{len(result.stdout)} bytes are kept")
 
 
-async def timeout_spares(exam: Exam) -> None:
+async def timeout_spares(exam: CheckContext) -> None:
     """A time-out spares what another command left in the background, and other commands."""
     sandbox = await exam.sandbox()
     file = exam.name()
@@ -242,7 +242,7 @@ async def timeout_spares(exam: Exam) -> None:
     await _end(sandbox, file)
 
 
-async def cancellation(exam: Exam) -> None:
+async def cancellation(exam: CheckContext) -> None:
     """A command whose call is cancelled is ended with all that it started."""
     sandbox = await exam.sandbox()
     file = exam.name()
@@ -256,7 +256,7 @@ async def cancellation(exam: Exam) -> None:
     need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not answer after a cancellation")
 
 
-async def background(exam: Exam) -> None:
+async def background(exam: CheckContext) -> None:
     """A command ends when its program ends: what that left in the background lives on, though it holds the output."""
     sandbox = await exam.sandbox()
     file = exam.name()
@@ -269,7 +269,7 @@ async def background(exam: Exam) -> None:
     await _end(sandbox, file)
 
 
-async def background_output(exam: Exam) -> None:
+async def background_output(exam: CheckContext) -> None:
     """What a background process writes later is in no other command's output."""
     sandbox = await exam.sandbox()
     await sandbox.exec("(sleep 0.2; echo late; echo late >&2) & echo now")
@@ -277,7 +277,7 @@ async def background_output(exam: Exam) -> None:
     need((result.stdout, result.stderr) == (b"second\n", b""), f"got {result.stdout!r} and {result.stderr!r}")
 
 
-async def spawned(exam: Exam) -> None:
+async def spawned(exam: CheckContext) -> None:
     """A spawned command's input can be written and its output read while it runs; its input's end ends it."""
     process = await (await exam.sandbox()).spawn(["cat"])
     for data in (b"one\n", b"\x00\xff two\n"):
@@ -290,7 +290,7 @@ async def spawned(exam: Exam) -> None:
     need(await process.wait() == 0, "the second wait gives another exit code")
 
 
-async def spawn_streams(exam: Exam) -> None:
+async def spawn_streams(exam: CheckContext) -> None:
     """Both streams of a spawned command are one, in order; its exit code is as a shell tells it."""
     sandbox = await exam.sandbox()
     process = await sandbox.spawn("echo a; echo b >&2; echo c; exit 5")
@@ -300,14 +300,14 @@ async def spawn_streams(exam: Exam) -> None:
     need(await _all(process) == b"" and await process.wait() == 137, "a killed one does not end with 137")
 
 
-async def spawn_place(exam: Exam) -> None:
+async def spawn_place(exam: CheckContext) -> None:
     """A spawned command has its variables and its folder."""
     sandbox = await exam.sandbox()
     process = await sandbox.spawn('echo "$CHECK_X"; pwd -P', cwd="/", env={"CHECK_X": "a b"})
     need(await _all(process) == b"a b\n/\n", "env or cwd of spawn is not as given")
 
 
-async def spawn_missing(exam: Exam) -> None:
+async def spawn_missing(exam: CheckContext) -> None:
     """To spawn a program that is not there, or in no folder, is an error."""
     sandbox = await exam.sandbox()
     with expect(SandboxFileNotFound, what="spawn of a missing program"):
@@ -316,7 +316,7 @@ async def spawn_missing(exam: Exam) -> None:
         await sandbox.spawn(["cat"], cwd="/no/such/folder")
 
 
-async def spawn_interrupt(exam: Exam) -> None:
+async def spawn_interrupt(exam: CheckContext) -> None:
     """An interrupt reaches the command as Ctrl-C does."""
     sandbox = await exam.sandbox()
     trapping = "trap 'echo caught; exit 3' INT; echo ready; while :; do sleep 0.1; done"
@@ -331,7 +331,7 @@ async def spawn_interrupt(exam: Exam) -> None:
     need(await soon(process.wait(), 10, "wait after an interrupt") == 130, "sleep did not end with 130")
 
 
-async def spawn_kill(exam: Exam) -> None:
+async def spawn_kill(exam: CheckContext) -> None:
     """Kill ends a spawned command with all that it started; what is done to an ended one is no error."""
     sandbox = await exam.sandbox()
     file = exam.name()
@@ -350,7 +350,7 @@ async def spawn_kill(exam: Exam) -> None:
         await process.write(b"x")
 
 
-async def spawn_volume(exam: Exam) -> None:
+async def spawn_volume(exam: CheckContext) -> None:
     """A megabyte goes through a spawned command unchanged; ``read`` gives no more than it was asked for."""
     process = await (await exam.sandbox()).spawn(["cat"])
     data = bytes(range(256)) * 4096

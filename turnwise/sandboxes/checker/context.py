@@ -58,7 +58,7 @@ async def soon(work: Awaitable[Any], seconds: float, what: str) -> Any:
 
 
 @dataclass(slots=True)
-class Exam:
+class CheckContext:
     """One examination.
 
     Attributes:

@@ -17,12 +17,20 @@ from turnwise.sandboxes.checker import commands, files, lifecycle
 from turnwise.sandboxes.checker import commands as persistence
 from turnwise.sandboxes.checker import files as trees
 from turnwise.sandboxes.checker.attacks import ATTACKS, Attack
-from turnwise.sandboxes.checker.context import SECRET, CheckFailed, CheckSkipped, Exam, Outcome, SandboxReport, Status
-from turnwise.sandboxes.checker.fixtures import Scene, planted
+from turnwise.sandboxes.checker.context import (
+    SECRET,
+    CheckContext,
+    CheckFailed,
+    CheckSkipped,
+    Outcome,
+    SandboxReport,
+    Status,
+)
+from turnwise.sandboxes.checker.fixtures import Fixtures, planted
 from turnwise.sandboxes.config import SandboxConfig, open_backend
 from turnwise.sandboxes.core import SandboxBackend, SandboxSpec
 
-CHECKS: Final[dict[str, Callable[[Exam], Awaitable[None]]]] = {
+CHECKS: Final[dict[str, Callable[[CheckContext], Awaitable[None]]]] = {
     "exec: exit codes": commands.exit_codes,
     "exec: signals": commands.signals,
     "exec: missing program": commands.missing_program,
@@ -139,7 +147,7 @@ async def check_sandbox(
     try:
         capabilities = await opened.probe()
         report = SandboxReport(opened.name, capabilities)
-        exam = Exam(opened, known, asked, capabilities, folder)
+        exam = CheckContext(opened, known, asked, capabilities, folder)
         await _examine(exam, chosen, timeout, report, watch)
         return report
     finally:
@@ -162,7 +170,11 @@ def _chosen(only: Sequence[str], attacks: bool) -> list[str]:
 
 
 async def _examine(
-    exam: Exam, chosen: list[str], timeout: float, report: SandboxReport, watch: Callable[[Outcome], None] | None
+    exam: CheckContext,
+    chosen: list[str],
+    timeout: float,
+    report: SandboxReport,
+    watch: Callable[[Outcome], None] | None,
 ) -> None:
     def tell(outcome: Outcome) -> None:
         report.outcomes.append(outcome)
@@ -187,7 +199,7 @@ async def _checked(name: str, work: Awaitable[None], timeout: float) -> Outcome:
     return Outcome(name, status, message, "", seconds)
 
 
-async def _attacked(name: str, attack: Attack, scene: Scene, timeout: float) -> Outcome:
+async def _attacked(name: str, attack: Attack, scene: Fixtures, timeout: float) -> Outcome:
     promised = attack.containment == "always" or _promises(scene.exam)[attack.containment]
     status, message, seconds, got = await _judged(attack.run(scene), timeout)
     if status == "passed":
@@ -197,7 +209,7 @@ async def _attacked(name: str, attack: Attack, scene: Scene, timeout: float) -> 
     return Outcome(name, status, message, attack.containment, seconds)
 
 
-def _promises(exam: Exam) -> dict[str, bool]:
+def _promises(exam: CheckContext) -> dict[str, bool]:
     capabilities = exam.capabilities
     return {
         "filesystem": capabilities.filesystem,

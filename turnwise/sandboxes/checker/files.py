@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from turnwise.errors import SandboxError, SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge
-from turnwise.sandboxes.checker.context import CheckFailed, CheckSkipped, Exam, expect, need, soon
+from turnwise.sandboxes.checker.context import CheckContext, CheckFailed, CheckSkipped, expect, need, soon
 from turnwise.sandboxes.core import Mount
 
 
-async def round_trip(exam: Exam) -> None:
+async def round_trip(exam: CheckContext) -> None:
     """What is written is read, to the byte, and so it is by commands."""
     sandbox = await exam.sandbox()
     for data in (b"", b"text\n", bytes(range(256)) * 2000):
@@ -26,7 +26,7 @@ async def round_trip(exam: Exam) -> None:
     need(await sandbox.read_file(name) == b"of a command", "what a command wrote is not what is read")
 
 
-async def large(exam: Exam) -> None:
+async def large(exam: CheckContext) -> None:
     """Eight megabytes are written and read."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -35,7 +35,7 @@ async def large(exam: Exam) -> None:
     need(await sandbox.read_file(name) == data, "eight megabytes were not read as they were written")
 
 
-async def overwriting(exam: Exam) -> None:
+async def overwriting(exam: CheckContext) -> None:
     """A file that is there is replaced, longer or shorter."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -44,7 +44,7 @@ async def overwriting(exam: Exam) -> None:
         need(await sandbox.read_file(name) == data, f"{data[:10]!r} over another content was not read again")
 
 
-async def places(exam: Exam) -> None:
+async def places(exam: CheckContext) -> None:
     """Paths are absolute or relative to the workdir, and folders above a file are made."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -59,7 +59,7 @@ async def places(exam: Exam) -> None:
     need(await sandbox.read_file(f"{name}/c") == b"dots", "a path with .. within the workdir is not resolved")
 
 
-async def owner(exam: Exam) -> None:
+async def owner(exam: CheckContext) -> None:
     """What is written belongs to whoever runs commands: they may change and remove it."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -68,7 +68,7 @@ async def owner(exam: Exam) -> None:
     need(result.ok and result.stdout == b"ab", f"a command cannot change or remove what was written: {result.text!r}")
 
 
-async def names(exam: Exam) -> None:
+async def names(exam: CheckContext) -> None:
     """Names with spaces, quotes, dashes, dollars, line ends and other alphabets are names like any."""
     sandbox = await exam.sandbox()
     folder = exam.name()
@@ -80,7 +80,7 @@ async def names(exam: Exam) -> None:
     need(result.stdout.strip() == b"11", f"ten names, one with a line end, are {result.text!r} lines")
 
 
-async def modes(exam: Exam) -> None:
+async def modes(exam: CheckContext) -> None:
     """A new file has mode 0644 or what is asked for; another content keeps the mode."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -96,7 +96,7 @@ async def modes(exam: Exam) -> None:
     need(result.stdout.split() == [b"644", b"600"], f"modes are {result.text!r}, not 644 and 600")
 
 
-async def missing(exam: Exam) -> None:
+async def missing(exam: CheckContext) -> None:
     """A file that is not there, or a link to none, is SandboxFileNotFound, which is a FileNotFoundError."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -108,7 +108,7 @@ async def missing(exam: Exam) -> None:
         await sandbox.read_file("no-such-file")
 
 
-async def no_file(exam: Exam) -> None:
+async def no_file(exam: CheckContext) -> None:
     """A folder, a pipe, a socket and a device are no files: an error at once, not a wait and not their content."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -128,7 +128,7 @@ async def no_file(exam: Exam) -> None:
         await soon(sandbox.write_file(name, b"x"), 10, "write_file onto a pipe")
 
 
-async def too_large(exam: Exam) -> None:
+async def too_large(exam: CheckContext) -> None:
     """A file of more bytes than are taken is an error; one of just as many is read."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -138,7 +138,7 @@ async def too_large(exam: Exam) -> None:
         await sandbox.read_file(name, max_bytes=999)
 
 
-async def forbidden(exam: Exam) -> None:
+async def forbidden(exam: CheckContext) -> None:
     """What may not be written, or has a file where a folder is needed, is SandboxFileError; the sandbox is well."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -154,7 +154,7 @@ async def forbidden(exam: Exam) -> None:
     need((await sandbox.exec(["true"])).ok, "the sandbox does not answer after file errors")
 
 
-async def links(exam: Exam) -> None:
+async def links(exam: CheckContext) -> None:
     """Links inside are followed inside, for reading and for writing."""
     sandbox = await exam.sandbox()
     name = exam.name()
@@ -165,7 +165,7 @@ async def links(exam: Exam) -> None:
     need(await sandbox.read_file(f"{name}/real") == b"two", "a link is not followed when it is written")
 
 
-async def size_limit(exam: Exam) -> None:
+async def size_limit(exam: CheckContext) -> None:
     """A file over ``limits.file_size`` cannot be written from outside: the message names the limit."""
     limits = replace(exam.spec.limits, file_size=2**20)
     async with exam.fresh(limits=limits) as sandbox:
@@ -208,7 +208,7 @@ def plant(folder: Path) -> None:
     os.link(folder / "run.sh", folder / "pkg/run again.sh")
 
 
-async def upload(exam: Exam) -> None:
+async def upload(exam: CheckContext) -> None:
     """A folder arrives with its content, modes and links; pipes and devices are left out; a file arrives, too."""
     sandbox = await exam.sandbox()
     folder, name = exam.host_folder(), exam.name()
@@ -225,7 +225,7 @@ async def upload(exam: Exam) -> None:
     need((await sandbox.exec(["new/copy.sh"], cwd=name)).stdout == b"ran\n", "a single file did not arrive as it was")
 
 
-async def merge(exam: Exam) -> None:
+async def merge(exam: CheckContext) -> None:
     """A folder's content is merged into the one that is there, and belongs to whoever runs commands."""
     sandbox = await exam.sandbox()
     folder, name = exam.host_folder(), exam.name()
@@ -238,14 +238,14 @@ async def merge(exam: Exam) -> None:
     need(result.ok and result.stdout == b"oldnewof upload", f"after the upload there is {result.text!r}")
 
 
-async def upload_missing(exam: Exam) -> None:
+async def upload_missing(exam: CheckContext) -> None:
     """What is not on the host cannot be uploaded."""
     sandbox = await exam.sandbox()
     with expect(FileNotFoundError, what="upload of a missing path"):
         await sandbox.upload(exam.folder / "no-such-path", exam.name())
 
 
-async def download(exam: Exam) -> None:
+async def download(exam: CheckContext) -> None:
     """A folder comes back as it was sent, and a single file does."""
     sandbox = await exam.sandbox()
     folder, back, name = exam.host_folder(), exam.host_folder(), exam.name()
@@ -262,7 +262,7 @@ async def download(exam: Exam) -> None:
     need((back / "file").read_bytes() == b"#!/bin/sh\necho ran\n", "a single file came back changed")
 
 
-async def many_files(exam: Exam) -> None:
+async def many_files(exam: CheckContext) -> None:
     """Six hundred files go in and come back."""
     sandbox = await exam.sandbox()
     folder, back, name = exam.host_folder(), exam.host_folder(), exam.name()
@@ -276,7 +276,7 @@ async def many_files(exam: Exam) -> None:
     need(tree(back / "out") == tree(folder), "six hundred files came back otherwise than they went")
 
 
-async def download_missing(exam: Exam) -> None:
+async def download_missing(exam: CheckContext) -> None:
     """What is not inside, or is larger than is taken, is an error, and leaves nothing large on the host."""
     sandbox = await exam.sandbox()
     target, name = exam.host_folder(), exam.name()
@@ -290,7 +290,7 @@ async def download_missing(exam: Exam) -> None:
     need(kept <= 200_000, f"{kept} bytes are left on the host of a download that was too large")
 
 
-async def changing(exam: Exam) -> None:
+async def changing(exam: CheckContext) -> None:
     """What changes while it is downloaded comes as it was at one moment, or is an error of its own; and it ends."""
     sandbox = await exam.sandbox()
     target, name = exam.host_folder(), exam.name()
@@ -317,7 +317,7 @@ async def changing(exam: Exam) -> None:
     need((await sandbox.exec(["true"])).ok, "the sandbox does not answer after that")
 
 
-async def workspace(exam: Exam) -> None:
+async def workspace(exam: CheckContext) -> None:
     """A sandbox has its workspace's files; what it does to them reaches neither the folder nor another sandbox."""
     folder = exam.host_folder()
     plant(folder)
@@ -334,7 +334,7 @@ async def workspace(exam: Exam) -> None:
     need(tree(folder) == before, "closing changed the workspace's folder on the host")
 
 
-async def workspace_missing(exam: Exam) -> None:
+async def workspace_missing(exam: CheckContext) -> None:
     """A workspace that is not there is an error that names it."""
     sandbox = exam.backend.make(replace(exam.spec, workspace=exam.folder / "no-such-folder"))
     try:
@@ -344,7 +344,7 @@ async def workspace_missing(exam: Exam) -> None:
         await sandbox.close()
 
 
-async def mounts(exam: Exam) -> None:
+async def mounts(exam: CheckContext) -> None:
     """A mount is seen inside and cannot be changed there."""
     if not exam.rooted:
         raise CheckSkipped("the backend takes no images: there is no root file system to mount into")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from turnwise.sandboxes.checker.context import SECRET, CheckFailed, CheckSkipped, Exam
+from turnwise.sandboxes.checker.context import SECRET, CheckContext, CheckFailed, CheckSkipped
 from turnwise.sandboxes.core import ExecResult, Sandbox
 
 _PROGRAMS: Final = Path(__file__).parent / "programs"
@@ -25,7 +25,7 @@ _NO_PYTHON: Final = "there is no python3 inside: name an image with one, or moun
 
 
 @dataclass(slots=True)
-class Scene:
+class Fixtures:
     """One scene, planted for one examination.
 
     Attributes:
@@ -41,7 +41,7 @@ class Scene:
         note: How the attack that runs was held back, where that is worth a word.
     """
 
-    exam: Exam
+    exam: CheckContext
     secret: str
     mark: str
     files: dict[str, Path]
@@ -124,7 +124,7 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def planted(exam: Exam) -> AsyncIterator[Scene]:
+async def planted(exam: CheckContext) -> AsyncIterator[Fixtures]:
     """Plant a scene, and remove it."""
     secret, mark = os.environ[SECRET], f"{exam.token}-victim"
     folder = _seen_by_all()
@@ -151,7 +151,7 @@ async def planted(exam: Exam) -> AsyncIterator[Scene]:
     for name, mode in (("world", 0o644), ("private", 0o600), ("open", 0o666)):
         files[name].write_text(secret if name != "open" else "untouched")
         files[name].chmod(mode)
-    scene = Scene(
+    scene = Fixtures(
         exam,
         secret,
         mark,

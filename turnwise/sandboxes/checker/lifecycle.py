@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from turnwise.errors import SandboxDied, SandboxError, SandboxUnavailable
 from turnwise.sandboxes.checker.context import (
+    CheckContext,
     CheckFailed,
     CheckSkipped,
-    Exam,
     alive,
     beating,
     expect,
@@ -22,7 +22,7 @@ from turnwise.sandboxes.checker.context import (
 from turnwise.sandboxes.core import Sandbox
 
 
-async def identity(exam: Exam) -> None:
+async def identity(exam: CheckContext) -> None:
     """Sandboxes have ids of their own, files of their own, and the capabilities that the probe told."""
     async with exam.fresh() as one, exam.fresh() as other:
         need(bool(one.id) and one.id != other.id, f"two sandboxes have the ids {one.id!r} and {other.id!r}")
@@ -33,7 +33,7 @@ async def identity(exam: Exam) -> None:
             need(not (await other.exec(["ls", path])).ok, f"{path} of one sandbox is seen in another")
 
 
-async def closing(exam: Exam) -> None:
+async def closing(exam: CheckContext) -> None:
     """Closing twice, or before a start, is no error; a closed sandbox answers SandboxDied."""
     sandbox = exam.backend.make(exam.spec)
     await sandbox.close()
@@ -53,7 +53,7 @@ async def closing(exam: Exam) -> None:
             await soon(use(), 10, f"{name} after close")
 
 
-async def close_during(exam: Exam) -> None:
+async def close_during(exam: CheckContext) -> None:
     """Closing during a command ends it: its call raises SandboxDied."""
     async with exam.fresh() as sandbox:
         file = exam.name()
@@ -67,7 +67,7 @@ async def close_during(exam: Exam) -> None:
             need(await soon(process.read(), 10, "read of a spawned command after close") == b"", "it gave output")
 
 
-async def close_ends_all(exam: Exam) -> None:
+async def close_ends_all(exam: CheckContext) -> None:
     """Closing ends every process inside."""
     mark = f"{exam.token}-{exam.name()}"
     async with exam.fresh() as sandbox:
@@ -77,7 +77,7 @@ async def close_ends_all(exam: Exam) -> None:
     need(await gone(mark), "a process of a closed sandbox is still in this machine's /proc")
 
 
-async def start_cancelled(exam: Exam) -> None:
+async def start_cancelled(exam: CheckContext) -> None:
     """A start that is cancelled leaves a sandbox that can be closed, and others start."""
     for pause in (0.0, 0.01, 0.05):
         sandbox = exam.backend.make(exam.spec)
@@ -91,7 +91,7 @@ async def start_cancelled(exam: Exam) -> None:
         need((await sandbox.exec(["true"])).ok, "after cancelled starts a sandbox does not answer")
 
 
-async def start_refused(exam: Exam) -> None:
+async def start_refused(exam: CheckContext) -> None:
     """What cannot be given is refused with a SandboxError, and closing after that is no error."""
     asked = {
         "an image that is not there": replace(exam.spec, image=f"turnwise-no-such-image-{exam.name()}"),
@@ -106,7 +106,7 @@ async def start_refused(exam: Exam) -> None:
             await sandbox.close()
 
 
-async def workdir(exam: Exam) -> None:
+async def workdir(exam: CheckContext) -> None:
     """Another workdir is made, and commands may write in it."""
     if not exam.rooted:
         raise CheckSkipped("the backend takes no images: the workdir is where it puts it")
@@ -116,7 +116,7 @@ async def workdir(exam: Exam) -> None:
         need(result.stdout == b"/tmp/check workdir/inner\nxmore\n", f"got {result.text!r}")
 
 
-async def snapshots(exam: Exam) -> None:
+async def snapshots(exam: CheckContext) -> None:
     """A snapshot keeps the files as they were; any number of sandboxes begin from it; dropping it twice is no error."""
     if not exam.capabilities.snapshots:
         await _refused(exam, lambda sandbox: sandbox.snapshot(), "snapshot")
@@ -140,7 +140,7 @@ async def snapshots(exam: Exam) -> None:
     await exam.backend.drop_snapshot(name)
 
 
-async def forks(exam: Exam) -> None:
+async def forks(exam: CheckContext) -> None:
     """A fork has the files of its origin, and each goes its own way."""
     if not exam.capabilities.snapshots:
         await _refused(exam, lambda sandbox: sandbox.fork(), "fork")
@@ -159,7 +159,7 @@ async def forks(exam: Exam) -> None:
             await forked.close()
 
 
-async def exposed(exam: Exam) -> None:
+async def exposed(exam: CheckContext) -> None:
     """What is exposed is reached from inside, at the same URL each time, and nothing else of the host is."""
     if not exam.capabilities.expose:
         await _refused(exam, lambda sandbox: sandbox.expose("127.0.0.1", 9), "expose")
@@ -188,7 +188,7 @@ async def exposed(exam: Exam) -> None:
         hidden.close()
 
 
-async def reaping(exam: Exam) -> None:
+async def reaping(exam: CheckContext) -> None:
     """Reaping spares what lives."""
     async with exam.fresh() as sandbox:
         await sandbox.write_file("file", b"x")
@@ -197,7 +197,7 @@ async def reaping(exam: Exam) -> None:
         need((await sandbox.exec(["true"])).ok, "reap took a sandbox whose host is alive")
 
 
-async def zombies(exam: Exam) -> None:
+async def zombies(exam: CheckContext) -> None:
     """Orphans are reaped: hundreds of them take no place under ``limits.pids``."""
     # Four rounds of 40 are too many, and what a busy machine has not ended of the round before is not.
     limits = replace(exam.spec.limits, pids=128)
@@ -208,7 +208,7 @@ async def zombies(exam: Exam) -> None:
             need(result.stdout == b"done\n" and not result.stderr, f"got {result.text[:300]!r}")
 
 
-async def cpu_seconds(exam: Exam) -> None:
+async def cpu_seconds(exam: CheckContext) -> None:
     """A process that uses more processor time than ``limits.cpu_seconds`` is ended; the sandbox is not."""
     limits = replace(exam.spec.limits, cpu_seconds=1)
     async with exam.fresh(limits=limits) as sandbox:
@@ -228,7 +228,7 @@ async def _asked(sandbox: Sandbox, url: str) -> bytes:
     return (await sandbox.exec(["python3", "-I", "-c", program, host, port], timeout=20)).stdout
 
 
-async def _refused(exam: Exam, use: Callable[[Sandbox], Awaitable[object]], what: str) -> None:
+async def _refused(exam: CheckContext, use: Callable[[Sandbox], Awaitable[object]], what: str) -> None:
     try:
         await use(await exam.sandbox())
     except SandboxUnavailable:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 from turnwise.errors import SandboxError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Mount, Sandbox, SandboxBackend, SandboxSpec
 from turnwise.sandboxes.docker import engine as owner
-from turnwise.sandboxes.docker.pool import Keeper
+from turnwise.sandboxes.docker.pool import ContainerPool
 from turnwise.sandboxes.docker.sandbox import DockerSandbox
 from turnwise.sandboxes.docker.settings import DockerOptions
 
@@ -40,7 +40,7 @@ class DockerBackend(SandboxBackend):
     name: ClassVar[str] = "docker"
 
     def __init__(self, **options: Any) -> None:
-        self._keeper = Keeper(DockerOptions.read(options))
+        self._keeper = ContainerPool(DockerOptions.read(options))
         self._probing = asyncio.Lock()
         self._made: weakref.WeakSet[Sandbox] = weakref.WeakSet()
 

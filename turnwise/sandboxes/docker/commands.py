@@ -152,7 +152,7 @@ class Running:
     stream: Stream | None = None
 
 
-class Endings:
+class CommandKiller:
     """Ends commands of one container.
 
     Args:
@@ -309,7 +309,7 @@ class Commands:
         endings: Which container, who runs them, and how they are ended.
     """
 
-    def __init__(self, endings: Endings) -> None:
+    def __init__(self, endings: CommandKiller) -> None:
         self._endings = endings
         self._running: dict[str, Running] = {}
         self._recent: deque[tuple[str, float]] = deque(maxlen=256)

@@ -192,7 +192,7 @@ _LAYER: Final = "turnwise-snapshot"
 _FILES: Final = "turnwise-files"
 
 
-class Keeper:
+class ContainerPool:
     """What all sandboxes of one backend share.
 
     Args:

@@ -37,8 +37,8 @@ from turnwise.sandboxes.core import (
     SandboxSpec,
 )
 from turnwise.sandboxes.docker import scripts
-from turnwise.sandboxes.docker.commands import Commands, Endings
-from turnwise.sandboxes.docker.pool import Keeper
+from turnwise.sandboxes.docker.commands import CommandKiller, Commands
+from turnwise.sandboxes.docker.pool import ContainerPool
 from turnwise.sandboxes.docker.settings import HOME, TMP, user_of
 from turnwise.sandboxes.docker.streams import Output, Stream
 from turnwise.sandboxes.forwarding import listen_in
@@ -146,7 +146,7 @@ class DockerSandbox(Sandbox):
     backend: ClassVar[str] = "docker"
 
     def __init__(
-        self, spec: SandboxSpec, keeper: Keeper, ready: Callable[[], Awaitable[Capabilities]] | None = None
+        self, spec: SandboxSpec, keeper: ContainerPool, ready: Callable[[], Awaitable[Capabilities]] | None = None
     ) -> None:
         self.spec = spec
         self.id = f"turnwise-{secrets.token_hex(8)}"
@@ -330,7 +330,7 @@ class DockerSandbox(Sandbox):
             SandboxStartError,
             f"sandbox {self.id} of image {settings['Image']!r} did not start (an image needs /bin/sh)",
         )
-        endings = Endings(
+        endings = CommandKiller(
             self._engine,
             self.id,
             f"{user[0]}:{user[1]}",

@@ -25,7 +25,7 @@ from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, Sandb
 from turnwise.sandboxes.local import isolation_probe as ladder
 from turnwise.sandboxes.local.boot import groups, removal
 from turnwise.sandboxes.local.channel import Launcher
-from turnwise.sandboxes.local.isolation import Isolation, Rung, find_groups
+from turnwise.sandboxes.local.isolation import Isolation, IsolationLevel, find_groups
 from turnwise.sandboxes.local.mount_plan import COPIED, HOME, INSIDE, KEPT, USER, Origin, Place
 from turnwise.sandboxes.local.sandbox import LocalSandbox
 
@@ -300,7 +300,7 @@ class LocalBackend(SandboxBackend):
             raise ConfigError(f"sandbox.config.uid is {shown(uid)}: give the number of an unprivileged user")
         if not _without <= _SWITCHES:
             raise ValueError(f"no such containment: {sorted(_without - _SWITCHES)}")
-        self.rung: Rung
+        self.rung: IsolationLevel
         self.capabilities: Capabilities
         self.launcher: Launcher
         self._wanted = isolation
@@ -337,7 +337,7 @@ class LocalBackend(SandboxBackend):
             self.launcher = Launcher(made, lock)
             self._state = made
             try:
-                found = await ladder.climb(self, self._wanted, self._uid, self._without)
+                found = await ladder.select_isolation(self, self._wanted, self._uid, self._without)
             except BaseException:  # also a cancellation: the launcher is closed, its folder removed
                 self._state = None
                 await self.launcher.close()
@@ -364,7 +364,7 @@ class LocalBackend(SandboxBackend):
             await self.launcher.close()
             await asyncio.to_thread(remove_folder, made)
 
-    def try_rung(self, rung: Rung, program: str) -> None:
+    def try_rung(self, rung: IsolationLevel, program: str) -> None:
         """Take a rung to try sandboxes on."""
         self.rung = rung
         self._program = program

@@ -118,7 +118,7 @@ def _unified(root: Path, path: str) -> Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class IsolationLevel:
     """One way to hold a sandbox back, as it works on this machine.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from turnwise.errors import SandboxError, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, SandboxSpec
 from turnwise.sandboxes.local.boot import landlock, seccomp
-from turnwise.sandboxes.local.isolation import Groups, Rung, find_groups
+from turnwise.sandboxes.local.isolation import Groups, IsolationLevel, find_groups
 from turnwise.sandboxes.local.sandbox import LocalSandbox
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ _REMEDY: Final = (
 )
 
 
-async def climb(
+async def select_isolation(
     backend: LocalBackend, wanted: str, uid: int | None, without: frozenset[str]
-) -> tuple[Rung, Capabilities]:
+) -> tuple[IsolationLevel, Capabilities]:
     """Return the best rung that works and what it holds back; a weaker one than is there is taken only by name.
 
     Raises:
@@ -43,7 +43,7 @@ async def climb(
     for rung, program in _with_and_without_groups(_candidates(wanted, uid, groups, without, reasons)):
         backend.try_rung(rung, program)
         try:
-            capabilities = await _try(backend, rung)
+            capabilities = await _try_isolation(backend, rung)
         except SandboxError as error:
             reasons.append(f"{rung.isolation}: {error}")
             continue
@@ -57,7 +57,7 @@ async def climb(
     raise SandboxUnavailable(f"no isolation for local sandboxes. {' '.join(reasons)} {_REMEDY}")
 
 
-def _with_and_without_groups(candidates: Iterator[tuple[Rung, str]]) -> Iterator[tuple[Rung, str]]:
+def _with_and_without_groups(candidates: Iterator[tuple[IsolationLevel, str]]) -> Iterator[tuple[IsolationLevel, str]]:
     """Add to each candidate the same without control groups: that one can be made is only known once one was."""
     for rung, program in candidates:
         yield rung, program
@@ -67,7 +67,7 @@ def _with_and_without_groups(candidates: Iterator[tuple[Rung, str]]) -> Iterator
 
 def _candidates(
     wanted: str, uid: int | None, groups: Groups, without: frozenset[str], reasons: list[str]
-) -> Iterator[tuple[Rung, str]]:
+) -> Iterator[tuple[IsolationLevel, str]]:
     program = shutil.which("bwrap")
     if wanted in ("auto", "bubblewrap"):
         if program is None:
@@ -75,7 +75,7 @@ def _candidates(
         else:
             # Older ones cannot forbid user namespaces inside; the filter of system calls does that, too.
             old = frozenset() if _version(program) >= (0, 8) else frozenset({"userns"})
-            base = Rung("bubblewrap", uid, groups=groups, without=without | old)
+            base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | old)
             if uid is not None:
                 yield replace(base, stage="root", overlay=True), program
             yield replace(base, stage="user", overlay=True, uid=None), program
@@ -83,14 +83,14 @@ def _candidates(
                 yield base, program
     if wanted in ("auto", "landlock"):
         if landlock.version():
-            base = Rung("landlock", uid, groups=groups, without=without)
+            base = IsolationLevel("landlock", uid, groups=groups, without=without)
             if uid is not None:
                 yield replace(base, stage="root", overlay=True), ""
             yield base, ""
         else:
             reasons.append(f"landlock: this kernel ({platform.release()}) has none.")
     if wanted == "plain":
-        yield Rung("plain", None, groups=groups, without=without), ""
+        yield IsolationLevel("plain", None, groups=groups, without=without), ""
 
 
 def _version(program: str) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def _version(program: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", done.stdout)[:3])
 
 
-async def _try(backend: LocalBackend, rung: Rung) -> Capabilities:
+async def _try_isolation(backend: LocalBackend, rung: IsolationLevel) -> Capabilities:
     """Start a sandbox on a rung, look around in it, and return what it holds back."""
     workspace = backend.place("probe").state / "probe"
     workspace.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ async def _try(backend: LocalBackend, rung: Rung) -> Capabilities:
     return _capabilities(rung, overlay=b"/work overlay " in seen.stdout)
 
 
-def _capabilities(rung: Rung, overlay: bool) -> Capabilities:
+def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
     strong = rung.isolation == "bubblewrap"
     notes: list[str] = []
     memory = rung.groups.memory is not None

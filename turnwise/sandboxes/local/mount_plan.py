@@ -16,7 +16,7 @@ from typing import Any, Final
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.core import Mount, SandboxSpec
 from turnwise.sandboxes.local.boot import seccomp
-from turnwise.sandboxes.local.isolation import RESERVE, Rung
+from turnwise.sandboxes.local.isolation import RESERVE, IsolationLevel
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -112,7 +112,7 @@ class Place:
         """What is removed at the sandbox's end."""
         return self.state / "boxes" / self.name
 
-    def files(self, rung: Rung) -> Path:
+    def files(self, rung: IsolationLevel) -> Path:
         """Where its files are: below its folder, or in a private file system that hides the folder of that name."""
         return self.home / "files" if rung.stage is None else self.state / "stage"
 
@@ -137,7 +137,7 @@ class Origin:
         return "root" if self.image is not None else "work"
 
 
-def plan(rung: Rung, spec: SandboxSpec, place: Place, origin: Origin) -> dict[str, Any]:
+def plan(rung: IsolationLevel, spec: SandboxSpec, place: Place, origin: Origin) -> dict[str, Any]:
     """Return what the launcher does for a sandbox."""
     # Where processes are counted by the group alone, the agent's own are among those that may be.
     reserve = RESERVE if rung.isolation == "bubblewrap" else 0
@@ -173,11 +173,13 @@ def plan(rung: Rung, spec: SandboxSpec, place: Place, origin: Origin) -> dict[st
     return made
 
 
-def _filtered(rung: Rung) -> bool:
+def _filtered(rung: IsolationLevel) -> bool:
     return "seccomp" not in rung.without and seccomp.program(os.uname().machine) is not None
 
 
-def _files(made: dict[str, Any], rung: Rung, spec: SandboxSpec, files: Path, origin: Origin) -> list[tuple[str, str]]:
+def _files(
+    made: dict[str, Any], rung: IsolationLevel, spec: SandboxSpec, files: Path, origin: Origin
+) -> list[tuple[str, str]]:
     """Plan the files of a sandbox; return what of the host is seen inside, and where the launcher shows it."""
     folders = [[name, mode] for name, mode in (*_FOLDERS, *([("root", 0o755)] if origin.image else []))]
     wanted = [(str(mount.source.absolute()), mount.target) for mount in spec.mounts]
@@ -212,7 +214,7 @@ def _files(made: dict[str, Any], rung: Rung, spec: SandboxSpec, files: Path, ori
     return shown or wanted
 
 
-def _shown(wanted: list[tuple[str, str]], rung: Rung) -> list[tuple[str, str]]:
+def _shown(wanted: list[tuple[str, str]], rung: IsolationLevel) -> list[tuple[str, str]]:
     if rung.stage != "root" or rung.isolation != "bubblewrap":
         return []
     return [*wanted, (str(interpreter()), PYTHON)]
@@ -224,7 +226,7 @@ def interpreter() -> Path:
 
 
 def _bubblewrap(
-    rung: Rung, spec: SandboxSpec, place: Place, origin: Origin, files: Path, seen: list[tuple[str, str]]
+    rung: IsolationLevel, spec: SandboxSpec, place: Place, origin: Origin, files: Path, seen: list[tuple[str, str]]
 ) -> list[str]:
     argv = [place.program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
     argv += ["--as-pid-1", "--cap-drop", "ALL", "--hostname", "sandbox"]
@@ -299,7 +301,7 @@ def _landlock(spec: SandboxSpec, place: Place, files: Path) -> dict[str, Any]:
     return {"paths": paths, "network": spec.limits.network}
 
 
-def greeting(rung: Rung, spec: SandboxSpec, place: Place, env: Mapping[str, str]) -> dict[str, Any]:
+def greeting(rung: IsolationLevel, spec: SandboxSpec, place: Place, env: Mapping[str, str]) -> dict[str, Any]:
     """Return the first message to the agent: its limits, and what commands find.
 
     Args:

@@ -528,14 +528,14 @@ class StepAdvantages:
             "batch/groups": float(self.groups),
             "batch/dead_groups": float(self.dead_groups),
         }
-        apart = [each for each in self.advantages if not isinstance(each, float)]
-        if not apart:
+        train_thread = [each for each in self.advantages if not isinstance(each, float)]
+        if not train_thread:
             return metrics
         return metrics | {
-            "credit/spread": float(np.mean([np.ptp(each) for each in apart])),
-            "credit/silent_turns": float(np.mean(np.concatenate(apart) == 0)),
-            "credit/first": float(np.mean([abs(each[0]) for each in apart])),
-            "credit/last": float(np.mean([abs(each[-1]) for each in apart])),
+            "credit/spread": float(np.mean([np.ptp(each) for each in train_thread])),
+            "credit/silent_turns": float(np.mean(np.concatenate(train_thread) == 0)),
+            "credit/first": float(np.mean([abs(each[0]) for each in train_thread])),
+            "credit/last": float(np.mean([abs(each[-1]) for each in train_thread])),
         }
 
 

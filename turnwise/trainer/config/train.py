@@ -14,7 +14,7 @@ from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.producer import MemberRule
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.strategies import Tail
+from turnwise.rollout.replay.strategies import StragglerDeadline
 from turnwise.tasks import TasksConfig
 from turnwise.tasks.order import CurriculumConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
@@ -371,7 +371,7 @@ class TrainConfig(_Section):
     def replay_facts(self) -> RunFacts:
         """What the replay buffer may depend on besides its own section."""
         members = MemberRule(self.rollout.min_members, whole=self.rollout.failed_members == "drop")
-        tail = None if self.batch.tail is None else Tail(self.batch.tail.seconds, self.batch.tail.share)
+        tail = None if self.batch.tail is None else StragglerDeadline(self.batch.tail.seconds, self.batch.tail.share)
         return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed, members=members, tail=tail)
 
     @model_validator(mode="after")

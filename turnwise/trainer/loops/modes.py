@@ -27,12 +27,12 @@ from turnwise.trainer.loops.steps import (
     measured,
     publish,
     roll_out,
-    shares,
+    split_evenly,
     train_on,
     wait_for,
 )
 from turnwise.trainer.run.run import TrainRun
-from turnwise.trainer.run.train_thread import Apart
+from turnwise.trainer.run.train_thread import TrainThread
 
 
 async def train_sync(run: TrainRun) -> None:
@@ -61,7 +61,7 @@ async def train_colocate_async(run: TrainRun) -> None:
         InferenceError: A server died more often than ``inference.max_restarts``.
     """
     pauses = run.config.overlap.sampling == "pause"
-    with Apart() as apart:
+    with TrainThread() as train_thread:
         while not run.ended:
             step = run.state.step + 1
             ask_ahead(run, step)
@@ -69,7 +69,7 @@ async def train_colocate_async(run: TrainRun) -> None:
             ask_ahead(run, step + 1)
             if pauses:
                 await run.pause_servers()
-            learned = await learn(run, batch, apart)
+            learned = await learn(run, batch, train_thread)
             run.advance()
             await publish(run, [learned], still=True)
             ask_ahead(run, step + 1)
@@ -100,7 +100,7 @@ class Trained:
         return cls(step, groups, run.batches.records, run.budget.spent.get("sampled_tokens", 0.0))
 
 
-def give_back(run: TrainRun, trained: Trained) -> None:
+def requeue_untrained(run: TrainRun, trained: Trained) -> None:
     """Give back what a step was given and did not train, as if it had not been asked for yet.
 
     Args:
@@ -129,15 +129,15 @@ async def train_separate_async(run: TrainRun) -> None:
         TrainError: Every episode of a step failed.
         InferenceError: A server died more often than ``inference.max_restarts``.
     """
-    with Apart() as apart:
+    with TrainThread() as train_thread:
         while not run.ended:
-            learned = await _stream(run, apart)
+            learned = await _stream(run, train_thread)
             await publish(run, learned)
             ask_ahead(run, run.state.step + 1)
             await finish_step(run)
 
 
-async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
+async def _stream(run: TrainRun, train_thread: TrainThread) -> list[Learned]:
     """Train a batch, part by part as it arrives.
 
     An interrupt between two parts, or an error before the next one changed any weights, ends the step with the parts
@@ -146,14 +146,14 @@ async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
     """
     step, learned, taken = run.state.step + 1, list[Learned](), 0
     trained = Trained.now(run)
-    sizes = shares(run.config.batch.groups, run.config.overlap.stream)
+    sizes = split_evenly(run.config.batch.groups, run.config.overlap.stream)
     try:
         for size in sizes:
             ask_ahead(run, step, taken)
             batch = await wait_for(run, size, settles=taken + size == run.config.batch.groups)
             taken += size
             ask_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
-            learned.append(await learn(run, batch, apart, part=len(sizes) > 1))
+            learned.append(await learn(run, batch, train_thread, part=len(sizes) > 1))
             trained = Trained.now(run)
     except BaseException:  # also a cancellation: what was learned is kept
         if _any(learned) and not run.torn:
@@ -168,7 +168,7 @@ async def _stream(run: TrainRun, apart: Apart) -> list[Learned]:
 def _end_here(run: TrainRun, learned: list[Learned], trained: Trained) -> None:
     """Count a step that ends with the parts that are trained; where the disk refuses, it is not kept."""
     try:
-        give_back(run, trained)
+        requeue_untrained(run, trained)
         run.advance()
         run.log(measured(run, learned, time.monotonic()))
     except DiskError:

@@ -22,7 +22,7 @@ from turnwise.trainer.observe.gap import Gaps, GapWatch
 from turnwise.trainer.observe.metrics import dropped_tokens, tool_metrics
 from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
 from turnwise.trainer.run.run import TrainRun
-from turnwise.trainer.run.train_thread import Place, inline, uninterrupted
+from turnwise.trainer.run.train_thread import Runner, inline, uninterrupted
 from turnwise.trajectory import TrajectoryGroup
 
 # Of several samplings of a step these are added up; of the others the last one counts.
@@ -109,13 +109,13 @@ _LAST = ("lr/", "critic/lr", "kl/coef", "replay/ready", "replay/in_flight", "str
 _OF_TOKENS = ("train/", "lag/", "critic/", "correction/", "kl/", "distill/")
 
 
-def shares(groups: int, parts: int) -> list[int]:
+def split_evenly(groups: int, parts: int) -> list[int]:
     """Return how many groups each part of a batch has: as equal as can be, the larger ones first."""
     whole, over = divmod(groups, parts)
     return [whole + (number < over) for number in range(parts)]
 
 
-def combined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of a step from those of its parts.
 
     Counts are added, the largest of maxima counts, the last of rates and of what is left, the first of gaps. All else
@@ -149,7 +149,7 @@ def combined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-def lags(rows: Sequence[TrainRow], step: int) -> dict[str, float]:
+def staleness_metrics(rows: Sequence[TrainRow], step: int) -> dict[str, float]:
     """Return by how many versions the weights that are trained are ahead of those that sampled: mean and largest.
 
     Args:
@@ -258,7 +258,7 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: 
     return Batch(taken, metrics, started, time.monotonic())
 
 
-async def learn(run: TrainRun, batch: Batch, place: Place = inline, *, part: bool = False) -> Learned:
+async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bool = False) -> Learned:
     """Train on a batch: advantages and rows, then updates. The weights change, the run stands where it stood.
 
     Args:
@@ -287,7 +287,7 @@ async def learn(run: TrainRun, batch: Batch, place: Place = inline, *, part: boo
             metrics = await place(lambda: _update(run, experience, watch, changing))
             run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
             gaps = watch.found()
-            metrics |= gaps.metrics() | tool_metrics(batch.groups) | lags(experience.rows, step)
+            metrics |= gaps.metrics() | tool_metrics(batch.groups) | staleness_metrics(experience.rows, step)
             metrics |= dropped_tokens(batch.groups, collected.trajectories, collected.samples, experience.rows)
             metrics = batch.metrics | experience.metrics | metrics
     return Learned(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
@@ -369,7 +369,7 @@ def measured(run: TrainRun, parts: Sequence[Learned], until: float) -> dict[str,
         parts: What the step trained, in order.
         until: When the step ended, by ``time.monotonic``.
     """
-    metrics = combined([each.metrics for each in parts]) | run.tasks.metrics()
+    metrics = merge_metrics([each.metrics for each in parts]) | run.tasks.metrics()
     return metrics | _times(run.config.mode, parts, until, metrics)
 
 

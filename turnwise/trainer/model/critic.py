@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from turnwise.chat.model_dir import check_words
+from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums, value_loss
 from turnwise.trainer.algorithms.objectives import Objective
@@ -177,7 +177,7 @@ class Critic:
         else:
             model = config.model
             path = directory or critic.path or model.path
-            check_words(path, model.path, KEY)
+            check_same_vocabulary(path, model.path, KEY)
             policy = load_model(
                 path,
                 device=pick_device(model.device),

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from turnwise.chat.model_dir import check_words
+from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, charge
 from turnwise.trainer.algorithms.rewards import RowKey
@@ -87,7 +87,7 @@ def reference_path(config: KLConfig, model: ModelConfig) -> Path:
     if not (found / "config.json").is_file():
         what = "no config.json is in it" if found.is_dir() else "there is no such folder"
         raise ConfigError(f"{KEY} is {found}: {what}: name the directory of a Hugging Face model, or initial")
-    check_words(found, model.path, KEY)
+    check_same_vocabulary(found, model.path, KEY)
     return found
 
 

@@ -28,7 +28,7 @@ BEST = "best"
 _FILE = "best.json"
 
 
-class Ratings:
+class BestCheckpoints:
     """The figures of checkpoints, by step.
 
     ``best.json`` holds ``{"metric": ..., "steps": {"10": 0.5}}``; figures of another metric than the configured one
@@ -136,7 +136,7 @@ class TrainerState:
         spent: What the run has spent of its budget besides steps (``budget.py``).
         rng: State of the random generators (:func:`capture_rng`).
         kl_coef: Weight of the KL penalty in the next step, where there is one.
-        feed: Which groups were on their way besides (``Feed.state``).
+        feed: Which groups were on their way besides (``TaskScheduler.state``).
     """
 
     step: int
@@ -170,7 +170,7 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint.keep is {keep}; at least 1 has to remain")
         self.directory = directory
         self.keep = keep
-        self._ratings = None if best is None else Ratings(directory, best)
+        self._ratings = None if best is None else BestCheckpoints(directory, best)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""

@@ -62,7 +62,7 @@ def config_digest(config: TrainConfig) -> str:
 class RunDirectory:
     """The directory of one run.
 
-    ``run.json`` holds ``id`` (tells it apart from others of its name), ``parts`` (how many processes worked in it),
+    ``run.json`` holds ``id`` (unique among runs of this name), ``parts`` (how many processes worked in it),
     ``config_digest``, ``first_eval``, ``wall_s`` and ``cpu_s``.
 
     Attributes:

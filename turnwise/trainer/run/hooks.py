@@ -35,7 +35,7 @@ HookNames: TypeAlias = Annotated[tuple[ConfigReference, ...], BeforeValidator(_l
 Done: TypeAlias = Awaitable[None] | None
 
 
-class Verbs(Protocol):
+class RunControl(Protocol):
     """What hooks may ask of the run."""
 
     def request(self, groups: int) -> None:
@@ -79,7 +79,7 @@ class Hooks:
     partition: str
     evaluation: EvalResult | None
     error: BaseException | None
-    verbs: Verbs
+    verbs: RunControl
 
     def on_init_end(self) -> Done:
         """The run is put together and its servers have the weights; also in a run that goes on."""

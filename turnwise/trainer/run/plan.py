@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import orjson
 
-from turnwise.chat.model_dir import check_words
+from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.engine.lora import model_under
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.wrappers import wrap
@@ -326,7 +326,7 @@ async def _critic(policy: PolicyConfig) -> str:
         return "a head on the policy's model"
     path = policy.critic.path or policy.model.path
     _model_settings(path, f"policies.main.critic.path is {path}")
-    check_words(path, policy.model.path, "policies.main.critic.path")
+    check_same_vocabulary(path, policy.model.path, "policies.main.critic.path")
     return f"{path}: a model of its own"
 
 

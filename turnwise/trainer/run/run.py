@@ -24,7 +24,7 @@ from turnwise.errors import InferenceError
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.evaluation.runner import evaluate
 from turnwise.gateway.frozen import FrozenPolicies, open_frozen
-from turnwise.inference.replica_set import Fleet
+from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import Book, LedgerClient
 from turnwise.rollout.core import ReplayBuffer, RolloutParts
@@ -47,7 +47,7 @@ from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng
 from turnwise.trainer.run.directory import CRITIC, RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
-from turnwise.trainer.run.task_scheduler import Feed, TaskStream
+from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
 from turnwise.trainer.weight_sync.core import WeightWriter
 from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -63,7 +63,7 @@ class Servers:
         frozen: Policies that are not trained.
     """
 
-    fleet: Fleet
+    fleet: ReplicaSet
     client: LedgerClient
     frozen: FrozenPolicies
 
@@ -78,7 +78,7 @@ async def launch_servers(
 ) -> Servers:
     """Start the servers, those of frozen policies included; every request to them is written down."""
     model, logs = Path(config.policy.model.path), directory / "logs"
-    fleet = Fleet(config.inference, model, logs=logs)
+    fleet = ReplicaSet(config.inference, model, logs=logs)
     stack.push_async_callback(fleet.close)
     await fleet.launch()
     book = Book(directory / "ledger.jsonl")
@@ -162,10 +162,10 @@ class TrainRun:
     renderer: Renderer
     tasks: TaskStream
     eval_tasks: list[Task]
-    fleet: Fleet
+    fleet: ReplicaSet
     buffer: ReplayBuffer
     manager: Rollouts
-    feed: Feed
+    feed: TaskScheduler
     writer: WeightWriter
     batches: BatchWriter
     journal: Journal
@@ -394,7 +394,7 @@ async def _assemble(
     )
     manager = await create_manager(config.rollout, servers.client, buffer, parts)
     stack.push_async_callback(manager.close)
-    feed = Feed(config, start.tasks, manager, buffer, lambda: state.weight_version)
+    feed = TaskScheduler(config, start.tasks, manager, buffer, lambda: state.weight_version)
     budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
     display = stack.enter_context(run_display(config, budget, state.step, console))
     run = TrainRun(

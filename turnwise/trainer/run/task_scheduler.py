@@ -128,7 +128,7 @@ class Asked:
     given: bool = False
 
 
-class Feed:
+class TaskScheduler:
     """Takes tasks, has them rolled out, and remembers them until they are trained.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 Result = TypeVar("Result")
 
 
-class Place(Protocol):
+class Runner(Protocol):
     """Runs a function that blocks."""
 
     async def __call__(self, function: Callable[[], Result]) -> Result:
@@ -25,7 +25,7 @@ async def inline(function: Callable[[], Result]) -> Result:
     return function()
 
 
-class Apart:
+class TrainThread:
     """One thread for all train steps of a run; a context manager.
 
     It is one and the same: a pool of OpenMP threads belongs to the thread that first needed it, and each new one would

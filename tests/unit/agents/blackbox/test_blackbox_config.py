@@ -11,7 +11,7 @@ import pytest
 
 from support.black_boxes import CHAT_LOOP, LINES, running, spec
 from turnwise.agents.blackbox import BlackBoxAgent, Recipe, recipe_of
-from turnwise.agents.blackbox.workdir import Places, check_arguments, fill, told_of
+from turnwise.agents.blackbox.workdir import Workdir, check_arguments, fill, told_of
 from turnwise.agents.registry import make_agent
 from turnwise.envs.core import ResetResult
 from turnwise.envs.library.lookup import LookupEnv
@@ -84,7 +84,7 @@ def test_files_stay_below_the_folders_of_the_program(tmp_path: Path) -> None:
     given = tmp_path / "given"
     given.mkdir()
     (given / "seed.txt").write_text("seed")
-    places = Places.make(tmp_path, given, None)
+    places = Workdir.make(tmp_path, given, None)
     assert (places.work / "seed.txt").read_text() == "seed"
     places.write({"a/b.txt": "x", f"{places.home}/c": "y"})
     assert (places.work / "a" / "b.txt").read_text() == "x"
@@ -95,7 +95,7 @@ def test_files_stay_below_the_folders_of_the_program(tmp_path: Path) -> None:
     places.remove()
     assert not places.root.exists()
     with pytest.raises(AgentError, match="which is no folder"):
-        Places.make(tmp_path, None, str(tmp_path / "gone"))
+        Workdir.make(tmp_path, None, str(tmp_path / "gone"))
 
 
 SHOW = f"""

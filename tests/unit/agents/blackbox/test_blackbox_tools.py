@@ -16,7 +16,7 @@ import pytest
 from support.black_boxes import LINES, TABLE, Broken, say, team
 from support.chat_models import renderer_for
 from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
-from turnwise.agents.blackbox.workdir import Places
+from turnwise.agents.blackbox.workdir import Workdir
 from turnwise.agents.core import Episode, EpisodeLimits
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.library.guess_number import GuessNumberEnv
@@ -137,7 +137,7 @@ async def test_messages_of_mcp(body: str, status: int, wanted: Any) -> None:
 
 async def test_the_command_of_shells(tmp_path: Path) -> None:
     async with offered(LookupEnv()) as (tools, _, _http):
-        command = Places.make(tmp_path, None, None).install_tool(tools.url) / "tool"
+        command = Workdir.make(tmp_path, None, None).install_tool(tools.url) / "tool"
 
         async def tool(*arguments: str) -> tuple[int, str]:
             ran = await asyncio.to_thread(

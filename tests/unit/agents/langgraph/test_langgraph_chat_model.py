@@ -16,7 +16,7 @@ from support.chat_models import renderer_for
 from support.graph_runs import calls
 from support.toy_renderer import CALL, CALL_END, END, THINK, THINK_END, ToyRenderer
 from turnwise import ChatTurnwise
-from turnwise.errors import AgentError, GuideRefused, SessionError
+from turnwise.errors import AgentError, SessionError, StructuredOutputError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Guide, ToolSchema
@@ -151,10 +151,10 @@ async def test_at_most_one_call() -> None:
 
 async def test_what_nothing_can_be_held_to_is_an_error_that_says_so() -> None:
     model, client = made(["x"], family="qwen3")
-    with pytest.raises(GuideRefused, match="held to nothing"):
+    with pytest.raises(StructuredOutputError, match="held to nothing"):
         await model.bind_tools([add], tool_choice="any").ainvoke([QUESTION])
     model, _ = made(["x"])
-    with pytest.raises(GuideRefused, match="no grammar"):
+    with pytest.raises(StructuredOutputError, match="no grammar"):
         await model.bind_tools([add], tool_choice="any").ainvoke([QUESTION])
     for given, said in [
         ({"tool_choice": "sub"}, "names 'sub', which is none of the tools add"),

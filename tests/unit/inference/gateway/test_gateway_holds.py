@@ -10,7 +10,7 @@ import pytest
 from support.chat_models import renderer_for
 from support.gateway_server import serving
 from support.guided_requests import DIALECTS, PATHS, SCHEMA, TOOLS, ask, body
-from turnwise.errors import GuideRefused, InferenceError
+from turnwise.errors import InferenceError, StructuredOutputError
 from turnwise.gateway.dialects.anthropic import Anthropic
 from turnwise.gateway.dialects.core import Abilities, ChatRequest
 from turnwise.gateway.dialects.openai_chat import OpenAIChat
@@ -156,7 +156,7 @@ async def test_the_engine_is_sent_the_tag_and_the_answer_is_as_ever(dialect: str
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_schema_that_the_engine_refuses_names_the_field_and_fails_nothing(dialect: str, stream: bool) -> None:
-    script = [GuideRefused("http://10.0.0.1:5/x answered 400: too deep at 10.0.0.1:5"), "Hello."]
+    script = [StructuredOutputError("http://10.0.0.1:5/x answered 400: too deep at 10.0.0.1:5"), "Hello."]
     client = ScriptedClient(renderer_for("qwen3"), script, guides=True)
     nested: dict[str, Any] = {}
     for _ in range(300):

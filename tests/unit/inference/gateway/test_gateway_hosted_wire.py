@@ -23,7 +23,7 @@ from turnwise.evaluation.view import Selection, show
 from turnwise.gateway.config import GatewayConfig, GatewayLimits
 from turnwise.gateway.proxy.answer import answer_reader
 from turnwise.gateway.proxy.app import HostedExchange
-from turnwise.gateway.proxy.endpoint import HostedConfig, Veil, base_url
+from turnwise.gateway.proxy.endpoint import HostedConfig, SecretFilter, base_url
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.server import GatewayProcess
 from turnwise.rollout.audit import audit_files
@@ -605,12 +605,12 @@ def test_a_key_is_hidden_however_a_stream_is_cut() -> None:
     key = b"abcabd-secret"
     text = b"x abcabd-secret abcabcabd-secret abc abcabd-secre"
     for size in range(1, len(text)):
-        veil = Veil(key)
+        veil = SecretFilter(key)
         shown = b"".join(veil.feed(text[at : at + size]) for at in range(0, len(text), size)) + veil.end()
         assert shown == b"x [key] abc[key] abc abcabd-secre"
-    quiet = Veil(key)
+    quiet = SecretFilter(key)
     assert quiet.feed(b"data: {}\n\n") == b"data: {}\n\n", "what is no beginning of a key is not held back"
-    assert Veil(b"").feed(b"abc") == b"abc"
+    assert SecretFilter(b"").feed(b"abc") == b"abc"
 
 
 async def echoing(request: web.Request) -> web.StreamResponse:
