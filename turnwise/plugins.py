@@ -206,7 +206,7 @@ MODULES: Final = "TURNWISE_EXTERNAL_MODULES"
 """Names of modules, or paths of files ending in .py, separated by commas."""
 CHOSEN: Final = "TURNWISE_EXTENSIONS"
 """Which entry points are loaded: ``all`` (the default), ``none``, or their names separated by commas."""
-GROUP: Final = "turnwise.plugins"
+GROUP: Final = "turnwise.extensions"
 """The group of entry points."""
 
 _loaded: set[str] = set()
