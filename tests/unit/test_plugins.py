@@ -42,7 +42,7 @@ def package(folder: Path, name: str, code: str, *, entry: str | None = None) -> 
         info = folder / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[turnwise.plugins]\n{name} = {entry}\n")
+        (info / "entry_points.txt").write_text(f"[turnwise.extensions]\n{name} = {entry}\n")
     sys.path.insert(0, str(folder))
 
 
