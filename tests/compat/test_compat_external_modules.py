@@ -81,7 +81,7 @@ def home(tmp_path: Path) -> Path:
     (site / "my_loss.py").write_text(LOSS)
     # What pip leaves of a package whose pyproject.toml names the entry point.
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-engine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[turnwise.plugins]\nmy-engine = my_engine\n")
+    (info / "entry_points.txt").write_text("[turnwise.extensions]\nmy-engine = my_engine\n")
     return tmp_path
 
 
