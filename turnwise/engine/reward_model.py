@@ -477,17 +477,14 @@ def serve_reward(spec: RewardServerSpec) -> None:
     """
     import torch
 
-    from turnwise.engine.lean_transformers import lean_transformers
-
     config = spec.config
     process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
     torch.set_num_threads(config.threads)
     encoder = Encoder(spec.model)
-    with lean_transformers():
-        from transformers.utils import logging as hf_logging
+    from transformers.utils import logging as hf_logging
 
-        hf_logging.disable_progress_bar()
-        classifier = Classifier(spec.model, dtype=config.dtype, device=config.device, max_context=config.max_context)
+    hf_logging.disable_progress_bar()
+    classifier = Classifier(spec.model, dtype=config.dtype, device=config.device, max_context=config.max_context)
     batcher = ClassifierBatcher(classifier, max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
     served = Served(
         name=spec.name or spec.model.resolve().name,

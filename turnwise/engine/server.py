@@ -339,17 +339,15 @@ def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[En
     from tokenizers import Tokenizer
 
     from turnwise.engine.causal_lm import CausalLM
-    from turnwise.engine.lean_transformers import lean_transformers
 
     config = spec.config
     torch.set_num_threads(config.threads)
     tokenizer_file = spec.model / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
-    with lean_transformers():
-        from transformers.utils import logging as hf_logging
+    from transformers.utils import logging as hf_logging
 
-        hf_logging.disable_progress_bar()
-        model = CausalLM(spec.model, dtype=config.dtype, device=config.device)
+    hf_logging.disable_progress_bar()
+    model = CausalLM(spec.model, dtype=config.dtype, device=config.device)
     try:
         engine = Engine(
             model,
