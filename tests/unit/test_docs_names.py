@@ -30,7 +30,8 @@ ELSEWHERE = re.compile(r"path/|runs/|my_|examples/NAME/|sitecustomize\.py$|chat_
 CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?<![\w./<-])([\w.-]+(?:/[\w.-]+)*\.(?:py|jinja))\b")
 FOLDER = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})(?:/[\w.-]+)*/)(?![\w{{<*])")
-DOTTED = re.compile(r"(?<![\w/.-])turnwise((?:\.[A-Za-z_]\w*)+)(?::([A-Za-z_]\w*))?(?!/|\w*/)")
+# What stands behind "entry-points." is a group of entry points.
+DOTTED = re.compile(r"(?<![\w/.-])(?<!entry-points\.\")turnwise((?:\.[A-Za-z_]\w*)+)(?::([A-Za-z_]\w*))?(?!/|\w*/)")
 IMPORTED = re.compile(r"^ *from (turnwise[\w.]*) import (?:\(([^)]*)\)|([^\n(]*))", re.MULTILINE)
 
 
@@ -135,6 +136,7 @@ def test_a_path_that_is_not_there_is_found(text: str, missing: list[str]) -> Non
     [
         ("turnwise.Trainer, `turnwise.rollout.core`, turnwise.types:Message", []),
         ("turnwise.types.StopReason.COMPLETED", []),
+        ('[project.entry-points."turnwise.group"]', []),
         ("`turnwise.Trainr`", ["turnwise.Trainr"]),
         ("`turnwise.inference.session`", ["turnwise.inference.session"]),
         ("turnwise.envs.library.lookup:tusks?n=1", ["turnwise.envs.library.lookup:tusks"]),
