@@ -22,8 +22,13 @@ sys.path.insert(0, str(ROOT / "examples" / "walkthrough"))
 import blocks  # noqa: E402
 import quotes  # noqa: E402
 
-# What is called ahead of its place on the path: a name is looked up, the trainer waits for the group.
-AHEAD = {"make_agent", *(f"LocalReplayBuffer.{name}" for name in ("sample", "ready", "flying"))}
+# What is called ahead of its place on the path: a name is looked up, the trainer waits for the group, and an episode is
+# written down when it ends, in the file that writes down batches.
+AHEAD = {
+    "make_agent",
+    *(f"LocalReplayBuffer.{name}" for name in ("sample", "ready", "flying")),
+    *(f"TrajectoryWriter.{name}" for name in ("__init__", "write")),
+}
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\d)")
 
