@@ -36,7 +36,8 @@ from turnwise.rollout.replay.strategies import Arrival
 from turnwise.tasks import HeldOrder, load_tasks
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import Experience, build_experience, collect
-from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy

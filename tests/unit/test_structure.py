@@ -121,7 +121,7 @@ def test_a_small_file_with_one_importer_is_found() -> None:
         ("turnwise/inference/vllm_side/serve.py", "", True),
         ("turnwise/a/b.py", 'if __name__ == "__main__":\n    main()\n', True),
         ("turnwise/a/b.py", "x = 1\n", False),
-        ("turnwise/envs/library/lookup.py", "", False),
+        ("turnwise/envs/lookup.py", "", False),
     ],
 )
 def test_contracts_entry_points_and_what_runs_elsewhere_may_be_small(path: str, text: str, may: bool) -> None:

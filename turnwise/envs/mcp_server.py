@@ -26,7 +26,7 @@ from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseError
 from turnwise.seeding import stable_hash
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
 
 Content = str | list[dict[str, Any]]

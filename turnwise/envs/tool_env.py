@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, drop_scoring, invoke
 from turnwise.envs.results import ScoreParts
 from turnwise.errors import EnvError
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.core import AgentData, Tool
 from turnwise.tools.execute import Outcome, ToolRunner
 from turnwise.tools.loading import check_names, place_of

@@ -22,9 +22,10 @@ from turnwise.config import dump_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.evaluation.config import EvalConfig, EvalPlan
 from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
+from turnwise.gateway.config import base_url
 from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.gateway.proxy.client import HostedClient
-from turnwise.gateway.proxy.endpoint import Endpoint, base_url
+from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.replica_set import ReplicaSet
@@ -35,7 +36,8 @@ from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.managers import Rollouts, check_manager, create_manager
 from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, check_tools_shown, task_source
 from turnwise.rollout.records import TrajectoryWriter
-from turnwise.tasks import LoadedTasks, Task, load_mix
+from turnwise.tasks.core import Task
+from turnwise.tasks.mix import LoadedTasks, load_mix
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 

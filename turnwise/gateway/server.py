@@ -27,10 +27,10 @@ from pydantic import BaseModel, ConfigDict
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, EngineDied, MissingExtraError, TurnwiseError
 from turnwise.gateway.app import GatewayApp
-from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.config import GatewayConfig, base_url
 from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.gateway.proxy.app import HostedApp
-from turnwise.gateway.proxy.endpoint import Endpoint, base_url
+from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions, SessionSettings
 from turnwise.gateway.turns import Reader

@@ -11,7 +11,7 @@ from turnwise.agents.roles import TRAINED
 from turnwise.config import load_config
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 
 
 class AgentTable:

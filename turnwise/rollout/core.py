@@ -17,7 +17,7 @@ from turnwise.gateway.frozen import FrozenPolicy
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.strategies import GroupFacts
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:

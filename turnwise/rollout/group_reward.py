@@ -23,7 +23,7 @@ from turnwise.envs.rewards.loading import describe, load_function
 from turnwise.errors import ConfigError, EnvError, shown
 from turnwise.model.canonical import clean
 from turnwise.rollout.config import GroupRewardConfig
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 

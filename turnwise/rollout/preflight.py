@@ -17,7 +17,8 @@ from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
 from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.tasks import Sources, Task
+from turnwise.tasks.config import Sources
+from turnwise.tasks.core import Task
 from turnwise.tools.core import Tool
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.selection import selected

@@ -17,35 +17,12 @@ from turnwise.rollout.core import ReplayBuffer, RolloutManager, RolloutParts, Ro
 from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.remote.service import RemoteRunners
+from turnwise.rollout.replay.config import MemberRule
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec
 from turnwise.seeding import stable_hash
 from turnwise.tools.execute import ToolThreads
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
-
-FAILED = "failed"
-"""Why such a group is dropped, as it is counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberRule:
-    """Which groups are whole enough to be trained.
-
-    Attributes:
-        least: Fewest members without an error. At least 1: a group without members teaches nothing, whatever else.
-        whole: Whether no member may have failed.
-    """
-
-    least: int = 1
-    whole: bool = False
-
-    def refuses(self, group: TrajectoryGroup) -> str | None:
-        """Return why a finished group is not trained, or None where it may be."""
-        failed = {each.episode_id for each in group.trajectories if each.error is not None}
-        members = {each.episode_id for each in group.trajectories} - failed
-        if len(members) < max(1, self.least) or (self.whole and (failed or group.failed)):
-            return FAILED
-        return None
 
 
 class FailureWatch:

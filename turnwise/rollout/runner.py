@@ -27,7 +27,7 @@ from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, metrics_of, turn_metrics
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.response import check_media
 from turnwise.trajectory import Trajectory

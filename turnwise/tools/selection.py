@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from turnwise.errors import EnvError, TaskError, TurnwiseError, shown
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest
 from turnwise.tools.response import ToolResponse, as_response
 from turnwise.tools.schema import detached

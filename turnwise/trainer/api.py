@@ -21,7 +21,8 @@ from turnwise.config import load_config
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, TaskError, shown
 from turnwise.plugins import reference_to
-from turnwise.tasks import SourceConfig, Task
+from turnwise.tasks.config import SourceConfig
+from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.custom_algorithm import Algorithm, as_algorithm, call_run
 from turnwise.trainer.config.train import TrainConfig

@@ -8,7 +8,7 @@ from dataclasses import replace
 from turnwise.errors import TrainError
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.rollout.core import RolloutRequest
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.loops.steps import Batch, finish_step, roll_out, train_on

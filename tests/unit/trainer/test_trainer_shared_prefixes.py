@@ -21,7 +21,8 @@ from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.batch import prefix_tree
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.batch.prefix_tree import PrefixTree
-from turnwise.trainer.config.train import BatchConfig, ModelConfig, PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model

@@ -16,7 +16,7 @@ import orjson
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
 from turnwise.envs.registration import EnvSpec, make
 from turnwise.errors import EnvError, TurnwiseError
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.sample_arguments import example_arguments
 from turnwise.types import Message, ToolCall, ToolSchema

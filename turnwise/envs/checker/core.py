@@ -24,7 +24,8 @@ from turnwise.envs.checker.context import (
 from turnwise.envs.core import Env
 from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import ConfigError, RegistryError, TaskError, TurnwiseError
-from turnwise.tasks import Task, load_tasks
+from turnwise.tasks.core import Task
+from turnwise.tasks.reader import load_tasks
 
 AT_ONCE: Final = 4
 """How many tasks are looked at at the same time."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from turnwise.envs.checker.context import CheckContext, some_calls
 from turnwise.envs.core import Env, StepResult, as_messages, invoke
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.types import Message
 
 HELD_S: Final = 0.25

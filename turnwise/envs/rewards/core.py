@@ -15,7 +15,7 @@ from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, finite, named_numbers
 from turnwise.envs.rewards.loading import describe, load_function
 from turnwise.errors import ConfigError, EnvError, shown
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.core import nearest
 from turnwise.tools.execute import CANCEL_GRACE_S
 from turnwise.types import Message, text_of

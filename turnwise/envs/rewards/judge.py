@@ -23,7 +23,7 @@ from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError
 from turnwise.envs.rewards.matching import find_json
 from turnwise.errors import ConfigError, EnvError, shown
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.types import Message, text_of
 
 Structured: TypeAlias = Literal["auto", "always", "never"]

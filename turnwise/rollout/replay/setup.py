@@ -18,7 +18,7 @@ from turnwise.plugins import load_class_from_fqn
 from turnwise.rollout.core import ReplayBuffer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts
+from turnwise.rollout.replay.config import DEFAULT_STALENESS, ReplayConfig, RunFacts, allowed_staleness, strategy_name
 from turnwise.rollout.replay.custom import CustomReplayBuffer, custom_buffer_class
 from turnwise.rollout.replay.strategies import (
     Arrival,
@@ -61,7 +61,6 @@ class StalenessBound:
 
 
 KEY = "replay.strategy"
-DEFAULT_STALENESS = 1
 
 
 Maker: TypeAlias = Callable[[ReplayConfig, RunFacts], Strategy]
@@ -98,21 +97,6 @@ STRATEGIES: dict[str, Maker] = {
     "prioritised": _prioritised,
     "mixed": _mixed,
 }
-
-
-def strategy_name(config: ReplayConfig, *, sync: bool) -> str:
-    """Return the name of the strategy, the default's where none is configured."""
-    if config.strategy is not None:
-        return config.strategy.name
-    return "on_policy" if sync else "bounded"
-
-
-def allowed_staleness(config: ReplayConfig, *, sync: bool) -> int | None:
-    """Return the most train steps between what sampled a group and what it trains; None where nothing bounds them."""
-    name = strategy_name(config, sync=sync)
-    if name == "on_policy":
-        return 0
-    return DEFAULT_STALENESS if name == "bounded" and config.max_staleness is None else config.max_staleness
 
 
 def allowed_uses(config: ReplayConfig, facts: RunFacts) -> int:

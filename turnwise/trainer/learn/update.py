@@ -20,7 +20,7 @@ from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.algorithms.registry import Chosen
 from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.config.batch import BatchConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.learner import Learner, Stats, StepResult
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.observe.gap import GapWatch

@@ -9,11 +9,8 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias
 
-from pydantic import BeforeValidator
-
-from turnwise.config import ConfigReference
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.plugins import load_class_from_fqn
@@ -24,13 +21,6 @@ if TYPE_CHECKING:
     from turnwise.trainer.config.train import TrainConfig
     from turnwise.trainer.run.run import TrainRun
 
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-HookNames: TypeAlias = Annotated[tuple[ConfigReference, ...], BeforeValidator(_listed)]
-"""What ``hooks`` takes in a configuration: one reference, or several."""
 
 Done: TypeAlias = Awaitable[None] | None
 

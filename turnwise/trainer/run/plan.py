@@ -25,15 +25,17 @@ from turnwise.rollout.managers import check_manager
 from turnwise.rollout.preflight import PromptLimit, check_specs, hold_to_tools, made_env, task_source
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.tasks import SourceReport, Task, load_mix, open_order
+from turnwise.tasks.core import Task
+from turnwise.tasks.mix import load_mix, open_order
+from turnwise.tasks.reader import SourceReport
 from turnwise.tools.core import Tool
 from turnwise.tools.loading import Toolbox
 from turnwise.tools.response import check_media
 from turnwise.trainer.algorithms.credit import load_credit
-from turnwise.trainer.config.train import PolicyConfig, TrainConfig
+from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
+from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
 from turnwise.trainer.learn.torch_learner import pick_device
-from turnwise.trainer.model.lora import LoRAConfig
 from turnwise.trainer.model.policy import try_adapters
 from turnwise.trainer.model.reference import reference_path
 from turnwise.trainer.observe.loggers.run_log import check_loggers

@@ -32,7 +32,7 @@ from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import Rollouts, create_manager
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.setup import make_buffer
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import Teacher
 from turnwise.trainer.learn.learner import Learner
