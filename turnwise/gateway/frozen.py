@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.errors import ConfigError, InferenceError, RenderError
@@ -16,25 +15,8 @@ from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import LLMClient, ModelInfo, Renderer
+from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
 from turnwise.recorder.ledger import Book, LedgerClient
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenPolicy:
-    """A policy that samples and is not trained.
-
-    Attributes:
-        client: Who samples.
-        renderer: Messages to ids and back, as this model has them.
-        info: What it can take.
-        temperature: At which it samples, whatever the run does; None follows the run.
-    """
-
-    client: LLMClient
-    renderer: Renderer
-    info: ModelInfo
-    temperature: float | None = None
 
 
 def load_renderer(name: str, config: FrozenConfig, start: Path | None, own: RendererConfig) -> Renderer:

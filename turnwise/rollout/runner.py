@@ -17,11 +17,10 @@ from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import AgentError, BudgetExceeded, ConfigError, EnvError, TurnwiseError
 from turnwise.gateway.endpoints import EndpointTemplate
-from turnwise.gateway.frozen import FrozenPolicy
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.model.canonical import clean
-from turnwise.model.core import LLMClient, Renderer
+from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
 from turnwise.recorder.session import Session
 from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig

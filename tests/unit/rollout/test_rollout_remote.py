@@ -281,7 +281,7 @@ async def test_an_episode_of_a_runner_that_vanishes_is_played_anew_and_what_come
     assert (trajectory.attempt, trajectory.reward, group.failed) == (1, 1.0, 0)
     lost = next(each for each in run.written if each.attempt == 0)
     assert lost.error is not None
-    assert lost.error.startswith("RunnerLost: runner ")
+    assert lost.error.startswith("RunnerDisconnected: runner ")
     assert not lost.rewards
     assert "no runner is connected: episodes wait for one" in run.said
 

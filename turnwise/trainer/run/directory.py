@@ -23,11 +23,11 @@ from turnwise.append_file import writing
 from turnwise.chat.model_dir import trained_digest
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError
-from turnwise.evaluation.runner import load_eval_tasks
 from turnwise.gateway.frozen import load_renderers
 from turnwise.model.core import Renderer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import check_manager
+from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.setup import allowed_uses, check_replay
 from turnwise.tasks.core import Task
@@ -303,7 +303,10 @@ async def read_start(
     tasks, reports = await open_tasks(config, renderer, state)
     eval_tasks: list[Task] = []
     if config.eval is not None:
-        held_out = await load_eval_tasks(config.eval, config.rollout, renderer)
+        plan = config.eval
+        held_out = await load_checked(
+            plan.tasks, config.rollout, renderer, limit=plan.limit, max_prompt_tokens=plan.max_prompt_tokens
+        )
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)

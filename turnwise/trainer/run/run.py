@@ -27,9 +27,9 @@ from turnwise.gateway.frozen import FrozenPolicies, open_frozen
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import Book, LedgerClient
-from turnwise.rollout.core import ReplayBuffer, RolloutParts
+from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.managers import Rollouts, create_manager
+from turnwise.rollout.managers import create_manager
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.setup import make_buffer
 from turnwise.tasks.core import Task
