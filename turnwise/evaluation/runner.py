@@ -34,6 +34,7 @@ from turnwise.recorder.ledger import Book, LedgerClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
 from turnwise.rollout.managers import check_manager, create_manager
+from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.records import TrajectoryWriter
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from turnwise.chat.formats.live import LiveTurn, StreamedTurn
-from turnwise.gateway.dialects.core import Answer, ChatRequest, TokenLogprob
-from turnwise.model.canonical import Canonical, TemplateArguments, template_arguments
-from turnwise.model.core import Renderer
+from turnwise.gateway.dialects.core import Answer, ChatRequest, Reader, TokenLogprob
+from turnwise.model.canonical import template_arguments
 from turnwise.recorder.session import PromptPlacement, RecordedTurn
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, ToolSchema
 
@@ -43,32 +42,6 @@ class Recorder(Protocol):
         template_args: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
         """Record a turn and show it meanwhile."""
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """What is used of a renderer to read turns."""
-
-    stop_ids: frozenset[int]
-
-    def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
-        """Return what reads a completion while it is sampled."""
-
-    def decode(self, ids: TokenIds) -> str:
-        """Return the text of ids."""
-
-    def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return the whole prompt."""
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The arguments that a conversation may give the template."""
-
-    def takes(self, name: str, value: Any) -> bool:
-        """Return whether it may give this one."""
-
-    def under(self, arguments: TemplateArguments) -> Renderer:
-        """Return the renderer of conversations with these arguments."""
 
 
 def reader_of(reader: Reader, request: ChatRequest) -> Reader:

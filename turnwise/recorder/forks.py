@@ -10,7 +10,8 @@ from turnwise.model.canonical import Canonical
 from turnwise.recorder.matching import same
 
 if TYPE_CHECKING:
-    from turnwise.recorder.tree import Match, Node, RootKey
+    from turnwise.recorder.matching import RootKey
+    from turnwise.recorder.tree import Match, Node
 
 
 @dataclass(frozen=True, slots=True)

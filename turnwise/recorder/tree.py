@@ -10,15 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from turnwise.errors import SessionError
-from turnwise.model.canonical import Canonical, TemplateArguments, argument_values, is_turn
-from turnwise.recorder.matching import same, same_context
+from turnwise.model.canonical import Canonical, argument_values, is_turn
+from turnwise.recorder.matching import RootKey, same, same_context
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, FinishReason, Logprobs, TokenIds, ToolSchema, VersionSpan
 
 _ID_BYTES = np.dtype(np.int32).itemsize
-ToolsKey = tuple[tuple[str, str, str], ...]
-RootKey = tuple[ToolsKey, TemplateArguments]
-"""What a root is one of: its tools, and the arguments that its template is given."""
 
 
 class Sampled(NamedTuple):

@@ -26,8 +26,8 @@ from turnwise.agents.langgraph.request import ModelRequest, read_model_request, 
 from turnwise.agents.langgraph.run import GraphRun, blocked, current_run
 from turnwise.chat.formats.live import LiveTurn
 from turnwise.errors import SessionError, shown
+from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.proxy.session import TextSession
-from turnwise.gateway.turns import Reader
 from turnwise.model.canonical import template_arguments
 from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.tools.response import ToolResponse

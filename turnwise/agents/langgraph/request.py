@@ -11,8 +11,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from turnwise.agents.langgraph.run import EpisodeTool
 from turnwise.errors import SessionError, shown
 from turnwise.gateway.dialects.core import Abilities, Fields
-from turnwise.gateway.dialects.openai_chat import read_choice
-from turnwise.gateway.dialects.response_format import Format, read_response_format
+from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
 from turnwise.gateway.errors import ApiError
 from turnwise.types import SamplingParams, ToolSchema
 
