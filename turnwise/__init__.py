@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
     from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenPrompt, ToolCall, ToolSchema
 
-__version__ = "0.1.0"
+from turnwise.version import __version__ as __version__
 
 _HOMES = {
     "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "TurnsAgent", "make_agent", "register_agent"),

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from turnwise import __version__
 from turnwise.append_file import AppendFile
 from turnwise.envs.core import Env, invoke
 from turnwise.envs.results import ScoreParts, StepResult, as_messages
@@ -28,6 +27,7 @@ from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseEr
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
+from turnwise.version import __version__
 
 Content = str | list[dict[str, Any]]
 

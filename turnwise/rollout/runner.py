@@ -27,8 +27,8 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, metrics_of, turn_metrics
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
+from turnwise.tools.core import check_media
 from turnwise.tools.loading import Toolbox
-from turnwise.tools.response import check_media
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason
 

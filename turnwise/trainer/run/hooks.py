@@ -19,7 +19,9 @@ from turnwise.trajectory import TrajectoryGroup
 if TYPE_CHECKING:
     from turnwise.rollout.core import ReplayBuffer
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.run.run import TrainRun
+    from turnwise.trainer.observe.loggers.run_log import LiveDisplay
+    from turnwise.trainer.run.checkpoint import TrainerState
+    from turnwise.trainer.run.task_scheduler import TaskScheduler
 
 
 Done: TypeAlias = Awaitable[None] | None
@@ -166,6 +168,16 @@ STOPPED: Final = "hook"
 """What ended a run that a hook stopped."""
 
 
+class HookedRun(Protocol):
+    """What is used of a :class:`~turnwise.trainer.run.run.TrainRun` to call its hooks."""
+
+    config: TrainConfig
+    buffer: ReplayBuffer
+    feed: TaskScheduler
+    state: TrainerState
+    display: LiveDisplay
+
+
 class HookCalls:
     """Calls the hooks of a run, in the order in which they are configured.
 
@@ -176,7 +188,7 @@ class HookCalls:
         dropped: The groups that they dropped in this step, by why.
     """
 
-    def __init__(self, hooks: Sequence[Hooks] = (), run: TrainRun | None = None) -> None:
+    def __init__(self, hooks: Sequence[Hooks] = (), run: HookedRun | None = None) -> None:
         self._hooks = list(hooks)
         self._run = run
         self._step: int | None = None
@@ -193,7 +205,7 @@ class HookCalls:
         self.dropped: Counter[str] = Counter()
 
     @classmethod
-    def open(cls, classes: Sequence[type[Hooks]], run: TrainRun) -> HookCalls:
+    def open(cls, classes: Sequence[type[Hooks]], run: HookedRun) -> HookCalls:
         """Make the hooks of a run.
 
         Raises:
@@ -350,7 +362,7 @@ class HookCalls:
             self._batch = [each for each in _groups(hook) if not any(each is gone for gone in self._gone)]
             self._gone = []
 
-    def _of_run(self) -> TrainRun:
+    def _of_run(self) -> HookedRun:
         assert self._run is not None, "hooks belong to a run"
         return self._run
 

@@ -28,9 +28,8 @@ from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix, open_order
 from turnwise.tasks.reader import SourceReport
-from turnwise.tools.core import Tool
+from turnwise.tools.core import Tool, check_media
 from turnwise.tools.loading import Toolbox
-from turnwise.tools.response import check_media
 from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
