@@ -27,7 +27,7 @@ from harness.measure import machine, parse, parser, report
 from turnwise import Message, Trajectory, to_samples
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient, scripted_logprobs
-from turnwise.recorder.session import Opened, Session, SessionLimits
+from turnwise.recorder.session import PromptPlacement, Session, SessionLimits
 from turnwise.types import Completion, ToolCall, ToolSchema
 
 TURNS, TOKENS = 128, 64_000
@@ -68,7 +68,7 @@ class Talk:
         begun = time.process_time()
         opened = await anext(stream)
         taken = time.process_time() - begun
-        assert isinstance(opened, Opened)
+        assert isinstance(opened, PromptPlacement)
         given: Any = [item async for item in stream][-1]
         at = len(self.messages) * 37 % (len(self._text) - self._characters)
         [call] = given["tool_calls"]

@@ -23,7 +23,7 @@ from harness.chat import chat_dir
 from harness.measure import Sample, machine, measured, median, parse, parser, report, spread
 from turnwise import RolloutConfig, Task
 from turnwise.chat.renderer import load_renderer
-from turnwise.envs.library.swe import rows as tasks
+from turnwise.envs.library.swe import tasks
 from turnwise.envs.solution import tool_call
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec

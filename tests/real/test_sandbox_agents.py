@@ -17,7 +17,7 @@ from support.audited import train_once
 from support.caged_agents import program
 from support.chat_models import renderer_for
 from support.docker_engine import PYTHON, engine
-from turnwise.envs.library.swe import rows as tasks
+from turnwise.envs.library.swe import tasks
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files

@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.envs.core import invoke
 from turnwise.envs.library.swe import SweEnv
-from turnwise.envs.library.swe import rows as tasks
+from turnwise.envs.library.swe import tasks
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes import SandboxConfig, SandboxManager
 from turnwise.tasks import Task

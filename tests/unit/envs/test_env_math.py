@@ -178,7 +178,7 @@ async def test_the_row_alone_decides_the_rule(monkeypatch):
 
 
 async def test_what_cannot_begin_says_why():
-    with pytest.raises(EnvError, match=r"turnwise\.envs\.math:tasks"):
+    with pytest.raises(EnvError, match=r"turnwise\.envs\.library\.math:tasks"):
         await invoke(make("math"), "reset", seed=0)
     for data in ({}, {"answer": 3}, {"answer": " "}):
         with pytest.raises(TaskError, match=r"task 't': data\['answer'\]"):

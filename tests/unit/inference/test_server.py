@@ -488,7 +488,7 @@ async def test_an_engine_that_fails_ends_the_process_with_its_reason(lm, tmp_pat
     script = textwrap.dedent(
         """
         import sys
-        from turnwise.inference import server
+        from turnwise.engine import server
         from turnwise.engine.engine import Engine
 
         class Broken(Engine):

@@ -156,11 +156,11 @@ def test_what_dead_hosts_left_is_removed_and_what_lives_stays(tmp_path: Path) ->
     (dead / "lock").touch()
     lock = os.open(living / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert state.reap(tmp_path) == 1
+    assert state.reap_folders(tmp_path) == 1
     assert sorted(tmp_path.iterdir()) == [living, young]
     os.close(lock)
     os.utime(young, (time.time() - 100, time.time() - 100))
-    assert state.reap(tmp_path) == 2
+    assert state.reap_folders(tmp_path) == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -169,8 +169,8 @@ def test_a_state_folder_that_sandboxes_cannot_reach_is_refused(tmp_path: Path) -
     closed.mkdir()
     closed.chmod(0o700)
     with pytest.raises(SandboxUnavailable, match="chmod o\\+x"):
-        state.choose(closed, 60_999)
-    assert state.choose(closed, None) == closed
+        state.choose_folder(closed, 60_999)
+    assert state.choose_folder(closed, None) == closed
 
 
 def test_configurations_are_refused_by_name() -> None:

@@ -289,7 +289,7 @@ async def test_through_the_runner_a_dying_server_is_a_recorded_failure_and_the_r
 
 
 async def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
-    for name in ("turnwise.tools.mcp", "turnwise.tools.mcp"):
+    for name in ("turnwise.tools.mcp",):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.setitem(sys.modules, "mcp_types", None)

@@ -122,7 +122,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
 _KILLED = """
     import os, sys
     from pathlib import Path
-    from turnwise.trainer import checkpoint
+    from turnwise.trainer.run import checkpoint
     from turnwise.trainer.config.train import BestConfig
 
     moment, directory = sys.argv[1], Path(sys.argv[2])
@@ -182,7 +182,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: 
 _KILLED_WHILE_REMOVING = """
     import os, sys
     from pathlib import Path
-    from turnwise.trainer import checkpoint
+    from turnwise.trainer.run import checkpoint
 
     def dying_rmtree(path, ignore_errors=False):
         # The files are gone and the folder stands when the kill comes.
