@@ -13,8 +13,8 @@ from torch import Tensor
 from harness.prefix_samples import Group, groups
 from harness.trl_config import grpo_config
 from harness.trl_gate import Gate
-from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig

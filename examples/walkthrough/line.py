@@ -42,7 +42,7 @@ from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.run.task_scheduler import TaskStream
-from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryWriter
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import Completion, Message, SamplingParams, TokenPrompt, ToolCall
 

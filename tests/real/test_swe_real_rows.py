@@ -12,8 +12,7 @@ import pytest
 from support.docker_engine import PYTHON, TestEngine, engine
 from support.swe_boxes import task, worth
 from turnwise.envs.core import invoke
-from turnwise.envs.library.swe import SweEnv
-from turnwise.envs.library.swe import tasks
+from turnwise.envs.library.swe import SweEnv, tasks
 from turnwise.envs.library.terminal import TerminalEnv
 from turnwise.envs.library.terminal import tasks as terminal_tasks
 from turnwise.sandboxes import SandboxConfig, SandboxManager

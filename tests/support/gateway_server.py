@@ -21,7 +21,7 @@ from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.http_guard import guarded
 from turnwise.gateway.sessions import Sessions
-from turnwise.inference.http_process import bind
+from turnwise.inference.process import bind
 from turnwise.inference.scripted import Line, Script, ScriptedClient
 from turnwise.model.core import LLMClient
 from turnwise.recorder.ledger import LedgerClient

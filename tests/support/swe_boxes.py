@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from turnwise.envs.core import invoke
-from turnwise.envs.library.swe import SweEnv
-from turnwise.envs.library.swe import tasks
+from turnwise.envs.library.swe import SweEnv, tasks
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes import SandboxConfig, SandboxManager
 from turnwise.tasks import Task

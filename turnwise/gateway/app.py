@@ -35,10 +35,9 @@ from turnwise.gateway.dialects.core import (
 from turnwise.gateway.dialects.openai_chat import OpenAIChat
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
 from turnwise.gateway.errors import ApiError, api_error, invalid, too_deep
-from turnwise.gateway.exchange import Deadline, Exchange
+from turnwise.gateway.exchange import Deadline, Exchange, reader_of
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, check_known, read_settings
-from turnwise.gateway.turns import reader_of
-from turnwise.inference.http_process import Receive, Scope, Send
+from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import canonical_messages, clean
 from turnwise.types import StopReason
 

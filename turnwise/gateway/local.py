@@ -22,7 +22,7 @@ from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions
-from turnwise.inference.http_process import Application, Receive, Scope, Send
+from turnwise.inference.process import Application, Receive, Scope, Send
 from turnwise.model.core import Renderer
 from turnwise.recorder.session import Session
 
@@ -305,7 +305,7 @@ class LocalGateway:
             await asyncio.gather(serving, return_exceptions=True)
 
     def _start(self) -> None:
-        from turnwise.inference.http_process import bind, deaf_server
+        from turnwise.inference.process import bind, deaf_server
 
         limits = self._sessions.limits
         options = server_options(self._dispatch, limits, limits.connections)

@@ -35,8 +35,7 @@ from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.http_process import HTTPProcess
-from turnwise.inference.process import ServerProcess
+from turnwise.inference.process import HTTPProcess, ServerProcess
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient

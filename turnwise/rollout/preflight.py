@@ -15,14 +15,13 @@ from turnwise.envs.registration import env_class, make
 from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
-from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.runner import AgentTable
 from turnwise.tasks.config import Sources
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks, load_mix
 from turnwise.tools.core import Tool
-from turnwise.tools.loading import Toolbox
-from turnwise.tools.selection import selected
+from turnwise.tools.selection import Toolbox, selected
 from turnwise.types import Message, ToolSchema
 
 # The agent that offers the model no tools, whatever the environment has.

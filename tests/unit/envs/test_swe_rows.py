@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 
-from turnwise.envs.library.swe import row
-from turnwise.envs.library.swe import tasks
+from turnwise.envs.library.swe import row, tasks
 from turnwise.envs.library.swe.paths import is_protected, settings_differ, shadows, touched
 from turnwise.envs.library.swe.rows import instance_of
 from turnwise.envs.library.swe.snapshot import checkout, read_archive

@@ -25,7 +25,7 @@ from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.config.train import BestConfig
 from turnwise.trainer.learn.learner import open_learner
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
-from turnwise.trainer.run.export import export_model
+from turnwise.trainer.run.train import export_model
 
 COMPANIONS = {
     "tokenizer.json": "{}",

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from turnwise.envs.checker import contract, cost, policies, prompts, repeats
+from turnwise.envs.checker import contract, policies, prompts, repeats
 from turnwise.envs.checker import contract as failures
+from turnwise.envs.checker import repeats as cost
 from turnwise.envs.checker.context import (
     ESTIMATE,
     CheckContext,

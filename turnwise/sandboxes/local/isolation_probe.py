@@ -14,7 +14,7 @@ from typing import Final
 from turnwise.errors import SandboxError, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, SandboxSpec
 from turnwise.sandboxes.local.boot import landlock, seccomp
-from turnwise.sandboxes.local.isolation import Groups, IsolationLevel, find_groups
+from turnwise.sandboxes.local.mount_plan import Groups, IsolationLevel, find_groups
 from turnwise.sandboxes.local.sandbox import LocalSandbox, SandboxHost
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from turnwise.sandboxes import archives
 from turnwise.sandboxes.core import MAX_FILE, MAX_OUTPUT, Capabilities, Command, ExecResult, Sandbox, SandboxSpec
 from turnwise.sandboxes.local import mount_plan as plans
 from turnwise.sandboxes.local.channel import Channel, Launcher, Refused, Request, in_memory, retrieved
-from turnwise.sandboxes.local.isolation import IsolationLevel
-from turnwise.sandboxes.local.mount_plan import Origin, Place
+from turnwise.sandboxes.local.mount_plan import IsolationLevel, Origin, Place
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
 
 

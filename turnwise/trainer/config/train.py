@@ -18,7 +18,7 @@ from turnwise.rollout.replay.strategies import StragglerDeadline
 from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.config.policy import PolicyConfig, PositiveInt, Section
-from turnwise.trainer.observe.loggers.core import LoggersConfig
+from turnwise.trainer.observe.loggers import LoggersConfig
 
 
 class TrainEvalConfig(EvalPlan):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.seeding import stable_hash
-from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.correction import correct
 from turnwise.trainer.algorithms.kl import KLTerm
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.algorithms.registry import Chosen
 from turnwise.trainer.algorithms.rewards import RowKey

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.errors import CheckpointError, TrainError
-from turnwise.trainer.algorithms.losses.core import LossSums
-from turnwise.trainer.algorithms.losses.terms import value_loss
+from turnwise.trainer.algorithms.losses.core import LossSums, value_loss
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.policy import CriticConfig, PolicyConfig

@@ -37,9 +37,9 @@ from turnwise.trainer.learn.distill import check_teacher
 from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.model.reference import KLGuard
-from turnwise.trainer.observe.loggers.core import LoggedRun
-from turnwise.trainer.observe.loggers.run_log import RunLog, check_loggers
+from turnwise.trainer.observe.loggers import LoggedRun
 from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.observe.run_log import RunLog, check_loggers
 from turnwise.trainer.observe.timeline import Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state, restore_rng

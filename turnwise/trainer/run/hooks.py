@@ -19,7 +19,7 @@ from turnwise.trajectory import TrajectoryGroup
 if TYPE_CHECKING:
     from turnwise.rollout.core import ReplayBuffer
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.observe.loggers.run_log import LiveDisplay
+    from turnwise.trainer.observe.run_log import LiveDisplay
     from turnwise.trainer.run.checkpoint import TrainerState
     from turnwise.trainer.run.task_scheduler import TaskScheduler
 

@@ -39,8 +39,8 @@ from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.model.reference import KLGuard
 from turnwise.trainer.observe.gap import Gaps
-from turnwise.trainer.observe.loggers.run_log import LiveDisplay, RunLog
 from turnwise.trainer.observe.metrics import checked, figures
+from turnwise.trainer.observe.run_log import LiveDisplay, RunLog
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.budget import Budget
@@ -48,8 +48,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, captu
 from turnwise.trainer.run.directory import CRITIC, RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
-from turnwise.trainer.weight_sync.core import WeightWriter
-from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryWriter, WeightWriter
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
