@@ -151,7 +151,8 @@ def prepare(workload: Workload) -> tuple[Callable[[], object], int, dict[str, in
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from turnwise.trainer.algorithms.config import AlgorithmConfig
-    from turnwise.trainer.config.train import BatchConfig, PolicyConfig
+    from turnwise.trainer.config.policy import PolicyConfig
+    from turnwise.trainer.config.train import BatchConfig
     from turnwise.trainer.learn.torch_learner import TorchLearner
     from turnwise.trainer.learn.update import update_policy
     from turnwise.trainer.model.policy import Policy, check_packable

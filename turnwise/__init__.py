@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from turnwise.tools import BaseTool, OutputLimit, ToolResponse, function_tool
     from turnwise.trainer.algorithms.advantages import register_advantage
     from turnwise.trainer.algorithms.config import AlgorithmConfig
-    from turnwise.trainer.algorithms.custom_algorithm import Algorithm
     from turnwise.trainer.algorithms.losses import register_loss
     from turnwise.trainer.api import Trainer
     from turnwise.trainer.batch.collate import collate_padded
@@ -65,10 +64,11 @@ if TYPE_CHECKING:
     from turnwise.trainer.offline.sft import run_sft
     from turnwise.trainer.run.hooks import Hooks
     from turnwise.trainer.run.train import run_train
+    from turnwise.trainer.training import Algorithm
     from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
     from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenPrompt, ToolCall, ToolSchema
 
-__version__ = "0.1.0"
+from turnwise.version import __version__ as __version__
 
 _HOMES = {
     "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "TurnsAgent", "make_agent", "register_agent"),
@@ -100,7 +100,6 @@ _HOMES = {
     "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
     "trainer.algorithms.advantages": ("register_advantage",),
     "trainer.algorithms.config": ("AlgorithmConfig",),
-    "trainer.algorithms.custom_algorithm": ("Algorithm",),
     "trainer.algorithms.losses": ("register_loss",),
     "trainer.api": ("Trainer",),
     "trainer.batch.collate": ("collate_padded",),
@@ -112,6 +111,7 @@ _HOMES = {
     "trainer.offline.sft": ("run_sft",),
     "trainer.run.hooks": ("Hooks",),
     "trainer.run.train": ("run_train",),
+    "trainer.training": ("Algorithm",),
     "trajectory": ("Segment", "TrainSample", "Trajectory", "TrajectoryGroup", "to_samples"),
     "types": ("Completion", "Message", "SamplingParams", "StopReason", "TokenPrompt", "ToolCall", "ToolSchema"),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """``python -m turnwise``."""
 
-from turnwise.cli import main
+from turnwise.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -13,11 +13,12 @@ from torch import Tensor
 from harness.prefix_samples import Group, groups
 from harness.trl_config import grpo_config
 from harness.trl_gate import Gate
-from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.policy import Policy

@@ -56,7 +56,7 @@ def run(gate: Gate, model: Path, directory: Path, steps: int, settings: Mapping[
 
     from turnwise.trainer.config.train import TrainConfig
     from turnwise.trainer.loops.modes import train_sync
-    from turnwise.trainer.observe.loggers.run_log import RunLog
+    from turnwise.trainer.observe.run_log import RunLog
     from turnwise.trainer.run.run import open_run
 
     config = TrainConfig.model_validate(configuration(model, directory, steps, settings))

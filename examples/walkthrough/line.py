@@ -36,12 +36,13 @@ from turnwise.rollout.replay.strategies import Arrival
 from turnwise.tasks import HeldOrder, load_tasks
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import Experience, build_experience, collect
-from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.run.task_scheduler import TaskStream
-from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryWriter
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import Completion, Message, SamplingParams, TokenPrompt, ToolCall
 

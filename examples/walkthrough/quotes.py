@@ -28,7 +28,7 @@ from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import read_ledger
 from turnwise.rollout.records import read_batches
-from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
 from turnwise.trainer.learn.torch_learner import TorchLearner

@@ -14,7 +14,7 @@ import torch
 
 from support.tiny_lm import VOCABULARY, make_model, save_model
 from turnwise.trainer.batch.packing import MicroBatch
-from turnwise.trainer.config.train import PolicyConfig
+from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import ENGINES, Learner, Stats, StepResult, open_learner
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learner_checker import check_learner

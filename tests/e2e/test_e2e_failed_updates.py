@@ -17,7 +17,7 @@ from turnwise.rollout.journal.state import read_journal
 from turnwise.rollout.records import read_batches, read_trajectories
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import audit_run
-from turnwise.trainer.observe.loggers.run_log import read_metrics
+from turnwise.trainer.observe.run_log import read_metrics
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS
 from turnwise.trainer.run.train import train

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from support.gateway_server import serving
 from support.guided_requests import DIALECTS, SCHEMA, ask, body, check, save_random_model
 from turnwise.chat.renderer import load_renderer
-from turnwise.gateway.dialects.response_format import abilities_of
+from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig

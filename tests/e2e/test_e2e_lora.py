@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from support.lookup_run import MODEL, build_model, lines, shared, silent, train_config
-from turnwise.trainer.model.lora import LoRAConfig
+from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.observe.audit import audit_run
 from turnwise.trainer.run.train import run_train

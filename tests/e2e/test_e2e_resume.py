@@ -37,7 +37,7 @@ from turnwise.trainer.run.checkpoint import capture_rng
 from turnwise.trainer.run.directory import RunDirectory
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.run.train import run_train
-from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryWriter
 
 # One episode at a time: then the engine's batches, and with them the last bits of every number, are the same in
 # every run, whatever the machine does.

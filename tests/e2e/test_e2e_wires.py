@@ -27,8 +27,7 @@ from support.calling_lm import save_calling_model
 from support.wire_agents import WIRES
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
-from turnwise.chat.renderer import load_renderer
-from turnwise.chat.template_renderer import TemplateRenderer
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.envs.library.lookup import LookupEnv, table
 from turnwise.errors import BudgetExceeded
 from turnwise.gateway.config import GatewayConfig

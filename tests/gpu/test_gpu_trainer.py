@@ -11,7 +11,8 @@ import transformers
 
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.packing import TrainRow, pack
-from turnwise.trainer.config.train import BatchConfig, PolicyConfig
+from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states

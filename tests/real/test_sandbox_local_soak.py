@@ -14,7 +14,7 @@ import pytest
 
 from support.soaking import processes, soak
 from turnwise.sandboxes.local import LocalBackend
-from turnwise.sandboxes.local.isolation import find_groups
+from turnwise.sandboxes.local.mount_plan import find_groups
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

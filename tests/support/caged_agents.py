@@ -26,7 +26,8 @@ from support import loopback_only
 from support.chat_models import renderer_for
 from support.stumbling_client import Cut, Stumble, StumblingClient, cutting
 from turnwise.gateway.app import GatewayApp
-from turnwise.gateway.sessions import GatewayLimits, Sessions, SessionSettings
+from turnwise.gateway.config import SessionSettings
+from turnwise.gateway.sessions import GatewayLimits, Sessions
 from turnwise.inference.scripted import Line, Script, ScriptedClient, ScriptedRequest
 from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import LedgerClient, read_ledger

@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from support.e2b_boxes import Box
-from turnwise.inference.http_process import bind
+from turnwise.inference.process import bind
 
 KEY = "e2b_" + "0" * 40
 _PIECE = 2**16

@@ -17,11 +17,11 @@ from support.audited import assert_sound
 from support.chat_models import renderer_for
 from turnwise.chat.renderer import TemplateRenderer
 from turnwise.gateway.app import GatewayApp
-from turnwise.gateway.config import GatewayLimits
+from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.http_guard import guarded
-from turnwise.gateway.sessions import Sessions, SessionSettings
-from turnwise.inference.http_process import bind
+from turnwise.gateway.sessions import Sessions
+from turnwise.inference.process import bind
 from turnwise.inference.scripted import Line, Script, ScriptedClient
 from turnwise.model.core import LLMClient
 from turnwise.recorder.ledger import LedgerClient

@@ -14,12 +14,12 @@ import uvicorn
 from aiohttp import web
 
 from support.gateway_server import ADMIN, ADMIN_HEADERS
-from turnwise.gateway.config import GatewayLimits
+from turnwise.gateway.config import GatewayLimits, HostedConfig, base_url
 from turnwise.gateway.proxy.app import HostedApp
-from turnwise.gateway.proxy.endpoint import Endpoint, HostedConfig, base_url
+from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSession, TextSettings
 from turnwise.gateway.sessions import Sessions
-from turnwise.inference.http_process import bind
+from turnwise.inference.process import bind
 from turnwise.trajectory import Trajectory
 
 KEY = "sk-the-providers-own-key-0123456789"

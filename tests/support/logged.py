@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.loggers.core import LoggedRun
-from turnwise.trainer.observe.loggers.run_log import RunLog
+from turnwise.trainer.observe.loggers import LoggedRun
+from turnwise.trainer.observe.run_log import RunLog
 from turnwise.trainer.run.directory import RunDirectory, config_digest
 
 ESTIMATE = {"mean": 0.25, "stderr": None, "episodes": 4, "tasks": 4}

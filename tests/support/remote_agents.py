@@ -10,8 +10,8 @@ from pathlib import Path
 import aiohttp
 
 from turnwise.agents.core import Agent, Episode
-from turnwise.agents.functions import rollout
 from turnwise.agents.react import ReActAgent
+from turnwise.agents.registry import rollout
 from turnwise.types import StopReason
 
 

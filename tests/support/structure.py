@@ -88,7 +88,8 @@ def import_graph(files: Mapping[str, str], *, runtime: bool = False) -> Imports:
         files: The texts of the files by their paths.
         runtime: Leave out what is imported for type checking only, or inside functions.
     """
-    graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=runtime)
+    # Without its cache, which goes by times of files and keeps imports that are gone.
+    graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=runtime, cache_dir=None)
     found = {module: graph.find_modules_directly_imported_by(module) for module in sorted(graph.modules)}
     if not runtime:
         return found

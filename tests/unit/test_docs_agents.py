@@ -7,8 +7,7 @@ import yaml
 
 from support.pages import blocks, page, section
 from turnwise.agents.core import Agent
-from turnwise.agents.functions import RolloutFunction
-from turnwise.agents.registry import find_agent
+from turnwise.agents.registry import RolloutFunction, find_agent
 from turnwise.rollout.config import AgentFile, RolloutConfig
 from turnwise.tasks.config import SourceConfig
 

@@ -9,8 +9,7 @@ from typing import Any
 from support.pages import blocks, section
 from turnwise.agents.blackbox import Recipe
 from turnwise.agents.blackbox.config import BlackBoxConfig, settled
-from turnwise.agents.blackbox.recipes import recipe_of
-from turnwise.agents.blackbox.workdir import PLACEHOLDERS
+from turnwise.agents.blackbox.workdir import PLACEHOLDERS, recipe_of
 
 PAGE = section("external-agents.md", "Programs as agents")
 

@@ -12,8 +12,7 @@ import pytest
 from support.chat_models import renderer_for
 from support.gateway_server import ADMIN_HEADERS, serving
 from turnwise.agents.registry import register_agent
-from turnwise.gateway.config import GatewayConfig, GatewayLimits
-from turnwise.gateway.sessions import SETTINGS
+from turnwise.gateway.config import SETTINGS, GatewayConfig, GatewayLimits
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig

@@ -9,7 +9,7 @@ import yaml
 import turnwise
 from support.pages import blocks, section
 from turnwise.rollout.replay.config import ReplayConfig
-from turnwise.tasks.order import CurriculumConfig
+from turnwise.tasks.config import CurriculumConfig
 from turnwise.trainer.run.hooks import CALLS
 
 PAGE = section("extending.md", "Hooks")

@@ -6,10 +6,10 @@ import re
 
 import turnwise
 from support.pages import blocks, page, section
-from turnwise.agents.functions import RolloutFunction
-from turnwise.trainer.algorithms.custom_algorithm import as_algorithm
+from turnwise.agents.registry import RolloutFunction
 from turnwise.trainer.observe.metrics import METRICS
 from turnwise.trainer.observe.warnings import RULES
+from turnwise.trainer.training import as_algorithm
 
 PAGE = page("metrics.md")
 API = section("training.md", "Training from Python")

@@ -14,10 +14,10 @@ from support.pages import page
 from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs import SingleTurnEnv, invoke, make
-from turnwise.envs.rewards import loading
+from turnwise.envs.rewards import core as loading
 from turnwise.envs.rewards.core import GIVEN
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.group_reward import GroupRewarder
+from turnwise.rollout.producer import GroupRewarder
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory
 from turnwise.types import ToolCall

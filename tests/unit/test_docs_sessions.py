@@ -11,7 +11,8 @@ import pytest
 from support.chat_models import renderer_for
 from support.pages import blocks, section
 from turnwise.agents import context
-from turnwise.recorder import forks, token_session
+from turnwise.recorder import token_session
+from turnwise.recorder import tree as forks
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.rollout.config import RolloutConfig
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 from turnwise.errors import TaskError
 from turnwise.tasks import SourceConfig, Task, TaskOrder, open_order
-from turnwise.tasks.order import CurriculumConfig, CurriculumOrder, pools_of, shares_of
+from turnwise.tasks.config import CurriculumConfig, pools_of
+from turnwise.tasks.order import CurriculumOrder, shares_of
 
 TASKS = [Task(f"t{number}", str(number)) for number in range(12)]
 HARD, MIDDLE, EASY = [0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4

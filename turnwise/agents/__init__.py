@@ -1,10 +1,9 @@
 """Agents: what acts in an environment."""
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits
-from turnwise.agents.functions import LLM, Rollout, rollout
 from turnwise.agents.outcome import current_episode, emit_reward
 from turnwise.agents.react import ReActAgent, SingleTurnAgent, TurnsAgent
-from turnwise.agents.registry import make_agent, register_agent
+from turnwise.agents.registry import LLM, Rollout, make_agent, register_agent, rollout
 
 __all__ = [
     "LLM",

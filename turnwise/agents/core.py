@@ -17,7 +17,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetExceeded, EnvError, SandboxError, TurnwiseError
 from turnwise.recorder.session import Session
 from turnwise.sandboxes.core import Mount, Sandbox
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.response import CountTokens, OutputLimit, call_counts
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import time
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
-from turnwise.agents.core import Agent
+from turnwise.agents.core import Agent, Episode
+from turnwise.agents.outcome import acting, settle
 from turnwise.errors import AgentError, RegistryError, TurnwiseError
 from turnwise.plugins import load_object
 
@@ -122,3 +126,228 @@ def is_registered(name: str) -> bool:
 def _reference(agent: Registered) -> str:
     owner: Any = agent if isinstance(agent, type) else inspect.unwrap(agent)  # type: ignore[arg-type]
     return f"{owner.__module__}:{owner.__qualname__}"
+
+
+RolloutMode: TypeAlias = Literal["train", "val"]
+
+
+@dataclass(frozen=True, slots=True)
+class LLM:
+    """Where the model of this rollout answers.
+
+    Attributes:
+        endpoint: What clients of OpenAI's API take as ``base_url``. What is asked there is recorded as this rollout's,
+            so the address is good for this rollout only, and only while its agent runs.
+        model: The model's name; others are answered as well.
+        api_key: Any key will do; the address holds what authorises.
+        sampling_parameters: How the run samples, in the names of the API. Requests are sampled so whatever they say.
+        anthropic_endpoint: What clients of Anthropic's API take as ``base_url``.
+    """
+
+    endpoint: str
+    model: str = "turnwise"
+    api_key: str = "unused"
+    sampling_parameters: dict[str, Any] = field(default_factory=dict)
+    anthropic_endpoint: str = ""
+    resource_type: Literal["llm"] = "llm"
+
+    def get_base_url(self, *args: object, **kwargs: object) -> str:  # noqa: ARG002 - a rollout and an attempt
+        """Return ``endpoint``: it belongs to one attempt at one rollout already."""
+        return self.endpoint
+
+
+NamedResources: TypeAlias = dict[str, LLM]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at a rollout.
+
+    Attributes:
+        rollout_id: The rollout.
+        attempt_id: Unique in the run.
+        sequence_id: 1 for the first attempt.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Which rollout this is.
+
+    Attributes:
+        rollout_id: The same for all attempts at it.
+        input: The dataset row.
+        mode: ``train`` or ``val``.
+        attempt: Which attempt.
+        start_time: Seconds since 1970.
+    """
+
+    rollout_id: str
+    input: dict[str, Any]
+    mode: RolloutMode
+    attempt: Attempt
+    start_time: float
+
+
+async def llm_of(episode: Episode) -> LLM:
+    """Return where the main session of an episode is talked to.
+
+    Raises:
+        AgentError: The episode was made without a gateway.
+    """
+    address = await episode.address()
+    params = episode.session.params
+    sampling: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p}
+    if episode.limits.max_tokens_per_turn is not None:
+        sampling["max_tokens"] = episode.limits.max_tokens_per_turn
+    return LLM(f"{address}/v1", sampling_parameters=sampling, anthropic_endpoint=address)
+
+
+def rollout_of(episode: Episode) -> Rollout:
+    """Return which rollout an episode is."""
+    name = episode.id.rpartition(".")[0] or episode.id
+    attempt = Attempt(name, episode.id, episode.attempt + 1)
+    mode: RolloutMode = "train" if episode.partition == "train" else "val"
+    return Rollout(name, row_of(episode), mode, attempt, time.time())
+
+
+def row_of(episode: Episode) -> dict[str, Any]:
+    """Return the dataset row of an episode: its id, its prompt, and the columns beside them."""
+    task = episode.task
+    return {"id": task.id, "prompt": task.prompt, **task.data}
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# What a function is given by the names of its parameters.
+_GIVEN = frozenset({"episode", "task", "llm", "rollout"})
+
+
+class RolloutFunction(Generic[P, T]):
+    """A function under :func:`rollout`: called, it is what it was; named as an agent, it acts in episodes.
+
+    Raises:
+        AgentError: Its signature is none of an agent.
+    """
+
+    def __init__(self, function: Callable[P, T]) -> None:
+        self._function = function
+        self._llm, self._given = _read(function)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function itself."""
+        return self._function(*args, **kwargs)
+
+    def make_agent(self, **config: Any) -> Agent:
+        """Return the agent; its configuration becomes keyword arguments of the function.
+
+        Raises:
+            AgentError: The function takes no such arguments, or lacks one.
+        """
+        given = dict.fromkeys(self._given)
+        name = self._function.__qualname__
+        if clash := sorted(self._given & config.keys()):
+            raise AgentError(
+                f"agent function {name}: config sets {', '.join(clash)}, which every episode brings itself"
+            )
+        try:
+            inspect.signature(self._function).bind(**given, **config)
+        except TypeError as error:
+            raise AgentError(f"agent function {name} does not take its configuration {config}: {error}") from error
+        return FunctionAgent(self._function, self._given, self._llm, config)
+
+
+class FunctionAgent(Agent):
+    """Calls a function in each episode. One that is not async runs in a thread.
+
+    Args:
+        function: The function.
+        given: Which of its parameters an episode fills.
+        llm: The parameter that takes the LLM, if there is one.
+        config: Its other arguments.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], given: frozenset[str], llm: str | None, config: dict[str, Any]
+    ) -> None:
+        self._function = function
+        self._given = given
+        self._llm = llm
+        self._config = config
+
+    async def run(self, episode: Episode) -> None:
+        """Run one episode."""
+        arguments: dict[str, Any] = {"episode": episode, "task": row_of(episode), "rollout": rollout_of(episode)}
+        if self._llm is not None:
+            arguments[self._llm] = await llm_of(episode)
+        arguments = {name: value for name, value in arguments.items() if name in self._given}
+        with acting(episode):
+            await settle(episode, await called(episode, self._function, **arguments, **self._config))
+
+
+async def called(episode: Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call an agent's function or method: on the loop where it is async, else in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await episode.in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+@overload
+def rollout(function: Callable[P, T], /) -> RolloutFunction[P, T]: ...
+@overload
+def rollout(name: str, /) -> Callable[[Callable[P, T]], RolloutFunction[P, T]]: ...
+@overload
+def rollout() -> Callable[[Callable[P, T]], RolloutFunction[P, T]]: ...
+def rollout(target: Any = None, /) -> Any:
+    """Make an agent of a function: ``@rollout``, or ``@rollout("name")`` to register it under a name.
+
+    The function is given what its parameters are called: ``episode`` (see :class:`Episode`), or ``task`` (the row as a
+    dict), ``llm`` (where the model answers) and ``rollout`` (ids and mode). Other parameters are its configuration. It
+    returns None or its own reward: a number, named numbers, or a list with a number for each turn.
+
+    Raises:
+        AgentError: The signature is none of these.
+        RegistryError: The name is taken.
+    """
+    if callable(target):
+        return RolloutFunction(target)
+
+    def decorate(function: Callable[P, T]) -> RolloutFunction[P, T]:
+        made = RolloutFunction(function)
+        return made if target is None else register_agent(target)(made)
+
+    return decorate
+
+
+def _read(function: Callable[..., Any]) -> tuple[str | None, frozenset[str]]:
+    """Return the parameter that takes the LLM, and all that an episode fills."""
+    where = f"@rollout on {function.__qualname__ if inspect.isroutine(function) else repr(function)}"
+    parameters = inspect.signature(function).parameters
+    for name, parameter in parameters.items():
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise AgentError(f"{where}: parameter {name!r} is positional only: arguments are given by name")
+    if "prompt_template" in parameters:
+        raise AgentError(
+            f"{where}: it wants a prompt_template: prompts are not tuned here. Give the prompt as config of the agent "
+            "under another name, and take 'llm' or 'episode'"
+        )
+    typed = [name for name, each in parameters.items() if _is_llm(each.annotation)]
+    llm = "llm" if "llm" in parameters else typed[0] if typed else None
+    if "episode" not in parameters and not ("task" in parameters and llm is not None):
+        raise AgentError(
+            f"{where}: its parameters are ({', '.join(parameters)}): an agent takes 'episode', or 'task' and 'llm' "
+            "(and 'rollout')"
+        )
+    if "episode" in parameters and not inspect.iscoroutinefunction(function):
+        raise AgentError(f"{where}: it takes an episode, whose methods are awaited: write 'async def'")
+    return llm, frozenset(name for name in parameters if name in _GIVEN or name == llm)
+
+
+def _is_llm(annotation: object) -> bool:
+    return annotation is LLM or (isinstance(annotation, str) and annotation.rpartition(".")[2].strip("'\"") == "LLM")

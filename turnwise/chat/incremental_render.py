@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.chat.formats.derive import common_start
-from turnwise.chat.probing import USER, TemplateFacts, Wire, wire_call
+from turnwise.chat.template import USER, TemplateFacts, Wire, wire_call
 from turnwise.chat.tokens import Tokens, alternatives
 from turnwise.errors import RenderError
 from turnwise.model.canonical import Canonical

@@ -5,19 +5,394 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from turnwise.chat.formats.detect import configured, detect, stored
+import orjson
+
+from turnwise.chat.formats.core import ChatFormat, TurnText
+from turnwise.chat.formats.detect import Choice, configured, detect, stored
+from turnwise.chat.formats.live import LiveTurn
+from turnwise.chat.formats.tags import Tag, unheld
+from turnwise.chat.incremental_render import Declined, Shape, TurnSuffix, kind_of
 from turnwise.chat.model_dir import FORMAT_FILE, ModelFiles, check_trained, read_model_dir, write_templates
-from turnwise.chat.probing import TemplateFacts
-from turnwise.chat.template import ChatTemplate, template_digest
-from turnwise.chat.template_renderer import SpecialInText, TemplateRenderer
+from turnwise.chat.template import ChatTemplate, TemplateFacts, template_digest
+from turnwise.chat.template_text import TemplateForm, TemplateText, round_trip_difference, shown
 from turnwise.chat.tokens import Tokens
-from turnwise.errors import ConfigError, RenderError
-from turnwise.model.core import Renderer
+from turnwise.errors import ConfigError, RenderError, StructuredOutputError
+from turnwise.errors import shown as shown_value
+from turnwise.model.canonical import (
+    Canonical,
+    Canonicalizer,
+    TemplateArguments,
+    argument_values,
+    takes,
+    template_arguments,
+)
+from turnwise.model.core import Renderer, StructuralTags
+from turnwise.types import Guide, Message, TokenIds, ToolSchema, as_ids
+
+
+class FormatTags:
+    """The grammars of a chat format.
+
+    Args:
+        chat_format: How calls and reasoning are written.
+        prefix: Returns what stands at the end of a context, the generation prompt at least, with the format's markers
+            as private characters.
+    """
+
+    __slots__ = ("_format", "_prefix")
+
+    def __init__(self, chat_format: ChatFormat, prefix: Callable[[TokenIds], str]) -> None:
+        self._format = chat_format
+        self._prefix = prefix
+
+    def tagged(self, guide: Guide, tail: TokenIds, tools: Sequence[ToolSchema]) -> Guide:
+        """Return a guide with its tag.
+
+        Args:
+            guide: What an answer is held to.
+            tail: The context right before it.
+            tools: All tools of the request.
+
+        Raises:
+            GuideRefused: It names a tool that is not there, the format has no grammar of its calls, or no engine would
+                hold an answer to its schema.
+        """
+        keyword = None if guide.schema is None else unheld(guide.schema)
+        if keyword is not None:
+            raise StructuredOutputError(
+                f"no answer can be held to {keyword!r} of a JSON schema: leave it out, and check for it"
+            )
+        tag = self._format.guide_tag(guide, self._prefix(tail), self._calls(guide, tools))
+        try:
+            return replace(guide, tag=orjson.dumps({"type": "structural_tag", "format": tag}).decode())
+        except TypeError as error:
+            raise StructuredOutputError(f"a schema cannot be sent to the engine ({error}): write it flatter") from error
+
+    def _calls(self, guide: Guide, tools: Sequence[ToolSchema]) -> Tag | None:
+        if not guide.calls:
+            return None
+        known = {tool.name: tool for tool in tools}
+        missing = [name for name in guide.calls if name not in known]
+        if missing:
+            raise StructuredOutputError(
+                f"a call of {missing[0]!r} is asked for, which is none of the tools {sorted(known)}"
+            )
+        calls = self._format.calls_tag([known[name] for name in guide.calls], guide.most)
+        if calls is None:
+            raise StructuredOutputError(
+                f"the chat format {self._format.name} has no grammar of calls that one could be held to"
+            )
+        return calls
+
+
+SpecialInText = Literal["escape", "template"]
+_PREFIXES = 1024
+_VARIANTS = 256
+_MARK = "qzmark"
+
+
+class TemplateRenderer:
+    """A :class:`~turnwise.model.core.Renderer` made of a chat template and a tokenizer.
+
+    Args:
+        facts: The template and what was found out about it.
+        tokens: The tokenizer.
+        choice: The chat format and its proof.
+        eos_ids: Ids that end a turn, by the model's configuration.
+        special_in_text: ``escape``: the strings of added tokens inside messages stay text. ``template``: they become
+            control ids, as the template alone would have it.
+        fixed_arguments: Whether the template's arguments and date are the run's: no request, no day changes them.
+
+    Attributes:
+        guides: Grammars of completions in the chat format.
+        arguments: What the template is given besides what this renderer was made with; see :meth:`under`.
+        stop_ids: Ids that end a turn.
+        text: Whole conversations, and text that is no message.
+        media: Empty: a chat template and a tokenizer place text only.
+        why: Why the last :meth:`extend` returned None.
+
+    Raises:
+        RenderError: Nothing ends a turn.
+    """
+
+    __slots__ = (
+        "_base", "_choice", "_closing", "_eos", "_escape", "_facts", "_fixed", "_form", "_format", "_generation",
+        "_own", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides", "media", "stop_ids", "text",
+        "why",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        facts: TemplateFacts,
+        tokens: Tokens,
+        choice: Choice,
+        *,
+        eos_ids: Sequence[int] = (),
+        special_in_text: SpecialInText = "escape",
+        fixed_arguments: bool = False,
+    ) -> None:
+        if special_in_text not in ("escape", "template"):
+            raise RenderError(f"special_in_text: {special_in_text!r} is unknown; allowed: escape, template")
+        self._facts = facts
+        self._tokens = tokens
+        self._choice = choice
+        self._format = choice.format
+        self._escape = special_in_text == "escape"
+        self._eos = tuple(eos_ids)
+        own = [*facts.stop_tokens(), *(token for token in self._format.extra_stops if token in tokens.added)]
+        self.stop_ids = frozenset([*self._eos, *(tokens.added[token] for token in own)])
+        if not self.stop_ids:
+            raise RenderError(
+                "nothing ends a turn: the template closes turns with no token, and neither generation_config.json nor "
+                "tokenizer_config.json names an end-of-text token; set eos_token in tokenizer_config.json"
+            )
+        self.media: frozenset[str] = frozenset()
+        self.arguments: TemplateArguments = ()
+        self.why = ""
+        ended = [tokens.decode([number]) for number in sorted(self.stop_ids)]
+        self._skeletons = TurnSuffix(facts, tokens, list(filter(None, dict.fromkeys([*own, *ended]))))
+        self._closing = tokens.encode(self._format.closing) if self._format.closing else []
+        self._generation = len(tokens.encode(facts.prompt[len(facts.head) :])) + 2
+        self._prefixes: dict[bytes, str] = {}
+        self.guides: StructuralTags = FormatTags(self._format, lambda tail: self._prefix(tail[-self._generation :]))
+        self._form = form = TemplateForm(
+            facts, tokens, self._format, escape=self._escape, forget=self._skeletons.forget
+        )
+        self.text = TemplateText(facts.template, tokens, form)
+        self._fixed = fixed_arguments
+        self._base = self
+        reads, variables = facts.template.reads, facts.template.variables
+        self._own = template_arguments({key: value for key, value in variables.items() if key in reads})
+        self._variants: dict[tuple[TemplateArguments, tuple[str, ...]], TemplateRenderer] = {}
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template."""
+        return self._facts.template
+
+    @property
+    def escaped(self) -> int:
+        """How many strings of added tokens were kept as text so far."""
+        return self._tokens.escaped
+
+    # Arguments of the template
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The arguments of the template that a conversation may set."""
+        return frozenset() if self._fixed else self._facts.template.reads
+
+    def takes(self, name: str, value: Any) -> bool:
+        """Return whether the template can be given an argument; see :func:`~turnwise.model.canonical.takes`."""
+        return takes(self.reads, self._facts.template.literals, name, value)
+
+    def under(self, arguments: TemplateArguments) -> TemplateRenderer:
+        """Return the renderer of conversations whose template is given these arguments; see the contract."""
+        return self._variant(arguments, self._facts.template.now)
+
+    def at(self, now: datetime) -> TemplateRenderer:
+        """Return the renderer of conversations that begin at a time; see the contract."""
+        template = self._facts.template
+        if self._fixed or template.dated or template.date(now) == template.date(template.now):
+            return self
+        return self._variant(self.arguments, now)
+
+    def _variant(self, arguments: TemplateArguments, now: datetime) -> TemplateRenderer:
+        base = self._base
+        template = base._facts.template
+        # What the run has set anyway is no other prompt.
+        arguments = tuple(each for each in arguments if each not in base._own)
+        key = (arguments, template.date(now))
+        if key == (base.arguments, template.date(template.now)):
+            return base
+        found = base._variants.get(key)
+        if found is None:
+            found = base._with(arguments, now)
+            if len(base._variants) >= _VARIANTS:
+                base._variants.pop(next(iter(base._variants)))
+            base._variants[key] = found
+        return found
+
+    def _with(self, arguments: TemplateArguments, now: datetime) -> TemplateRenderer:
+        given = argument_values(arguments)
+        for name, value in given.items():
+            if not self.takes(name, value):
+                why = f"this chat template takes {', '.join(sorted(self.reads)) or 'no arguments of requests'}"
+                raise RenderError(f"template argument {name}={shown_value(value)}: {why}")
+        template = self._facts.template.given(self._form.uncounted(given), now)
+        other = TemplateRenderer(
+            TemplateFacts(template, self._tokens),
+            self._tokens,
+            self._choice,
+            eos_ids=self._eos,
+            special_in_text="escape" if self._escape else "template",
+        )
+        if other.stop_ids != self.stop_ids:
+            raise RenderError(f"template arguments {given}: with them the chat template ends turns in another way")
+        other._base, other.arguments = self, arguments
+        return other
+
+    # Messages to ids
+
+    def count(self, text: str) -> int:
+        """Return how many ids a text takes inside a message, its escapes included."""
+        return self._tokens.count(text, escape=self._escape)
+
+    def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
+        """Return the whole prompt, generation prompt included, as int32 of shape [tokens].
+
+        A call whose arguments do not parse is rendered as its raw text.
+
+        Raises:
+            RenderError: The template raised on these messages.
+        """
+        return self.text.prompt(messages, tools)
+
+    def extend(
+        self,
+        tail: TokenIds,
+        completion: TokenIds,
+        last: Canonical,
+        new: Sequence[Canonical],
+        tools: Sequence[ToolSchema],
+    ) -> TokenIds | None:
+        """Return the ids that follow ``tail + completion`` when ``new`` is said next; see the contract."""
+        try:
+            return as_ids(self._following(tail, completion.tolist(), last, new, tools))
+        except Declined as declined:
+            self.why = str(declined.args[0])
+            return None
+
+    def _following(
+        self,
+        tail: TokenIds,
+        ids: list[int],
+        last: Canonical,
+        new: Sequence[Canonical],
+        tools: Sequence[ToolSchema],
+    ) -> list[int]:
+        """Return the close of the turn, as far as its ids lack it, the new messages and the generation prompt."""
+        stopped = bool(ids) and ids[-1] in self.stop_ids
+        if not self.stop_ids.isdisjoint(ids[:-1]):
+            raise Declined("ids_after_stop")
+        thinking = self._format.reasons and self._format.reasoning_open(self._turn_text(ids, tail))
+        if thinking and stopped:
+            raise Declined("stop_in_reasoning")
+        if any(call.value is None for message in new for call in message.calls):
+            raise Declined("no_bridge")
+        json_tools, number = self._form.tools(tools)
+        shape: Shape = (tuple(map(kind_of, new)), len(last.calls), number)
+        form = self._form
+        calls = [(form.text(call.name), form.call_id(call.id, call.name, at)) for at, call in enumerate(last.calls)]
+        text, delta = self._skeletons.tail(calls, [self._form.message(message) for message in new], json_tools, shape)
+        following = self._tokens.encode(text[delta.lead :] if stopped else text)
+        if not following or not ids or not self._tokens.is_added(following[0]):
+            repeated = False
+        else:
+            repeated = following[0] == ids[-1] or (stopped and delta.closes)
+        if repeated:
+            return following[1:]
+        return self._closing + following if thinking else following
+
+    def completion(self, message: Message, tools: Sequence[ToolSchema]) -> TokenIds:
+        """Return what a model would sample to say ``message``, its stop id included.
+
+        Raises:
+            RenderError: The template cannot say it: it refuses, or what it writes reads back as something else.
+        """
+        canonical = Canonicalizer().reduce(0, message)
+        if canonical.role != "assistant":
+            raise RenderError(f"a completion is an assistant's message, this one has the role {canonical.role!r}")
+        said = self._facts.said(self._form.message(canonical), self._form.tools(tools)[0])
+        if said is None:
+            raise RenderError(f"this chat template cannot say {shown(canonical)} behind its generation prompt")
+        called = bool(canonical.calls)
+        stop = self._facts.stop_behind(called=called)
+        stop_id = self._tokens.added[stop] if stop is not None else min(self.stop_ids)
+        ids = as_ids([*self._tokens.encode(self._facts.cut(said, called=called)), stop_id])
+        prompt = as_ids(self._tokens.encode(self._facts.prompt[len(self._facts.head) :]))
+        wrong = round_trip_difference(canonical, self.parse(ids, prompt, tools), message, self._tokens.seen)
+        if wrong:
+            raise RenderError(
+                f"this chat template (format {self._format.name}) cannot say {shown(canonical)}: read back, its "
+                f"{wrong} differs; what it writes is {self._tokens.decode(ids.tolist())[:300]!r}"
+            )
+        return ids
+
+    def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:
+        """Return the indices of messages whose reasoning the template drops when it renders them all."""
+        marked = [index for index, message in enumerate(messages) if message.reasoning]
+        if not marked:
+            return frozenset()
+        wires = [self._form.message(message) for message in messages]
+        for index in marked:
+            wires[index]["reasoning_content"] = wires[index]["thinking"] = f"{_MARK}{index}{_MARK}"
+        text = self._facts.template.render(wires, self._form.tools(tools)[0], generate=True)
+        return frozenset(index for index in marked if f"{_MARK}{index}{_MARK}" not in text)
+
+    # Ids to messages
+
+    def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> Message:
+        """Return the assistant message that these ids mean. Never raises on sampled ids, whatever they are."""
+        parsed = self._format.parse(self._turn_text(completion.tolist(), tail), tools)
+        return parsed.message()
+
+    def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
+        """Return what reads a completion behind ``tail`` while it is sampled, given the request's stop strings."""
+        live = self._format.live(self._prefix(tail[-self._generation :]))
+        return LiveTurn(self._tokens, live, self.stop_ids, stops)
+
+    def _turn_text(self, ids: list[int], tail: TokenIds) -> TurnText:
+        marks = self._format.marks
+        prefix = self._prefix(tail[-self._generation :])
+        end = len(ids)
+        if ids and ids[-1] in self.stop_ids and self.stop_ids.isdisjoint(ids[:-1]):
+            end -= 1
+        elif not self.stop_ids.isdisjoint(ids):
+            end = next(index for index, number in enumerate(ids) if number in self.stop_ids)
+        stopped = end < len(ids)
+        if stopped and marks.holds(ids[end]):
+            end += 1
+        return TurnText(marks.read(self._tokens, ids[:end]), prefix, self._format.opened_by(prefix), stopped)
+
+    def _prefix(self, ids: TokenIds) -> str:
+        """Return the text before a completion: nearly always that of the same generation prompt."""
+        key = ids.tobytes()
+        text = self._prefixes.get(key)
+        if text is None:
+            if len(self._prefixes) >= _PREFIXES:
+                self._prefixes.clear()
+            text = self._prefixes[key] = self._format.marks.read(self._tokens, ids.tolist())
+        return text
+
+    def decode(self, ids: TokenIds) -> str:
+        """Return the text of ids, special tokens included (to show, never to re-encode)."""
+        return self._tokens.decode(ids.tolist())
+
+    # What it is
+
+    def describe(self) -> dict[str, Any]:
+        """Return the chat format and how it was decided: what is printed at start and saved with a run."""
+        variables = self._facts.template.variables
+        return {
+            "format": self._format.name,
+            "markers": dict(self._format.markers),
+            "source": self._choice.source,
+            "proof": list(self._choice.proof),
+            "unproven": list(self._choice.unproven),
+            "stop_ids": {str(number): self._tokens.decode([number]) for number in sorted(self.stop_ids)},
+            "template": self._facts.template.digest,
+            "template_kwargs": {key: value for key, value in variables.items() if not key.endswith("_token")},
+            "arguments": "text" if self._facts.text_arguments else "object",
+            "special_in_text": "escape" if self._escape else "template",
+        }
+
 
 __all__ = [
     "TEMPLATES",

@@ -1,4 +1,4 @@
-"""A model's own chat template, compiled once."""
+"""A model's own chat template, compiled once, and what is found out about it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 
+from turnwise.chat.formats.core import Probe
+from turnwise.chat.formats.derive import common_start
+from turnwise.chat.tokens import Tokens
 from turnwise.errors import RenderError
 
 
@@ -196,3 +199,251 @@ class ChatTemplate:
             )
         except Exception as error:  # a template's code may raise anything
             raise RenderError(f"{type(error).__name__}: {error}") from error
+
+
+Wire = dict[str, Any]
+"""A message in the form that chat templates expect."""
+
+USER: Wire = {"role": "user", "content": "qzuser"}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "qzdescription",
+            "parameters": {
+                "type": "object",
+                "properties": {Probe.KEY: {"type": "string"}, Probe.NUMBER_KEY: {"type": "integer"}},
+            },
+        },
+    }
+    for name in (Probe.FIRST, Probe.SECOND)
+]
+_SHORT_IDS = ("qzcall001", "qzcall002")
+
+
+def wire_call(name: str, arguments: Any, call_id: str) -> Wire:
+    """Return a call in the template's form."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def short_id(call_id: str) -> str:
+    """Return nine letters and digits for an id, always the same: some templates take no others."""
+    if len(call_id) == 9 and call_id.isalnum() and call_id.isascii():
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
+
+
+class TemplateFacts:
+    """A template and what was found out about it.
+
+    Attributes:
+        template: The template itself.
+        text_arguments: Whether arguments are given as JSON text, because the template fails on objects.
+        short_ids: Whether call ids are nine letters and digits, because the template refuses others.
+        prompt: A prompt of one user message, generation prompt included.
+        head: The same without the generation prompt.
+        answer_close: The added token that ends a plain answer in the template's own render, or None.
+        call_close: The same for a turn that ends with calls.
+        followers: Added tokens of the next message that end a turn, where the template itself closes none: what
+            follows an answer (a user message) and what follows calls (a tool message).
+        history_close: The added token that ends a plain answer when a user message follows, or None.
+        probe: What formats are detected from.
+    """
+
+    __slots__ = (
+        "_tokens",
+        "answer_close",
+        "call_close",
+        "calls_need_tools",
+        "followers",
+        "head",
+        "history_close",
+        "probe",
+        "prompt",
+        "short_ids",
+        "template",
+        "text_arguments",
+    )
+
+    def __init__(self, template: ChatTemplate, tokens: Tokens) -> None:
+        self.template = template
+        self._tokens = tokens
+        self.text_arguments = False
+        self.short_ids = False
+        self.calls_need_tools = False
+        try:
+            self.prompt = template.render([USER], None, generate=True)
+            head = template.render([USER], None, generate=False)
+        except RenderError as error:
+            raise RenderError(f"the chat template cannot render one user message: {error}") from error
+        self.head = common_start(self.prompt, head)
+        self._settle()
+        self.answer_close: str | None = None
+        self.call_close: str | None = None
+        self.history_close: str | None = None
+        self.followers: tuple[str, str] = ("", "")
+        self._closes()
+        self.probe = self._probe()
+
+    def _settle(self) -> None:
+        """Find the form of calls that the template takes."""
+        for text_arguments in (False, True):
+            for short_ids in (False, True):
+                for need in (False, True):
+                    self.text_arguments, self.short_ids, self.calls_need_tools = text_arguments, short_ids, need
+                    turn = self.turn(self.assistant(calls=1))
+                    if turn is not None and Probe.FIRST in turn and Probe.VALUE in turn:
+                        return
+        self.text_arguments, self.short_ids, self.calls_need_tools = False, False, False
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        """The ids of the probes' calls."""
+        return _SHORT_IDS if self.short_ids else ("functions.qzfirst:0", "functions.qzsecond:1")
+
+    def assistant(self, content: str = "", *, thought: str = "", calls: int = 0, bare: bool = False) -> Wire:
+        """Return an assistant message of the probes."""
+        message: Wire = {"role": "assistant", "content": content}
+        if thought:
+            message["reasoning_content"] = message["thinking"] = thought
+        first: Wire = {} if bare else {Probe.KEY: Probe.VALUE, Probe.NUMBER_KEY: Probe.NUMBER}
+        arguments = [(Probe.FIRST, first), (Probe.SECOND, {Probe.KEY: Probe.VALUE})][:calls]
+        if calls:
+            message["tool_calls"] = [
+                wire_call(name, self.arguments(value), call_id)
+                for (name, value), call_id in zip(arguments, self.ids, strict=False)
+            ]
+        return message
+
+    def arguments(self, value: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
+        """Return arguments in the form that the template takes."""
+        if isinstance(value, str) or not self.text_arguments:
+            return value
+        return json.dumps(value, ensure_ascii=False)
+
+    def said(self, message: Wire, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+        """Return what a model says to say an assistant message: what the template writes behind the generation
+        prompt of one user message. None where the template refuses, or does not write the generation prompt.
+        """
+        rendered = self._rendered(message, tools)
+        if rendered is None:
+            return None
+        text, prompt, _ = rendered
+        return text[len(prompt) :] if text.startswith(prompt) else None
+
+    def turn(self, message: Wire) -> str | None:
+        """Return the same, but from the end of the user message on where the generation prompt is not written."""
+        rendered = self._rendered(message, None)
+        if rendered is None:
+            return None
+        text, prompt, head = rendered
+        if text.startswith(prompt):
+            return text[len(prompt) :]
+        return text[len(head) :] if text.startswith(head) else None
+
+    def _rendered(self, message: Wire, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, str, str] | None:
+        """Return the text of a user message and ``message``, the prompt before it and the prompt's head."""
+        if not tools and self.calls_need_tools and "tool_calls" in message:
+            tools = _TOOLS
+        try:
+            text = self.template.render([USER, message], tools, generate=False)
+            if not tools:
+                return text, self.prompt, self.head
+            prompt = self.template.render([USER], tools, generate=True)
+            head = self.template.render([USER], tools, generate=False)
+        except RenderError:
+            return None
+        return text, prompt, common_start(prompt, head)
+
+    def last_added(self, text: str) -> str | None:
+        """Return the added token with which a text ends, white space aside."""
+        text = text.rstrip()
+        return max((token for token in self._tokens.added if text.endswith(token)), key=len, default=None)
+
+    def _closes(self) -> None:
+        own = self.turn(self.assistant(Probe.TEXT))
+        if own is None or Probe.TEXT not in own:
+            raise RenderError(
+                "the chat template cannot render a plain answer, so turns cannot be closed; give a working "
+                "template as chat_template"
+            )
+        suffix = own.split(Probe.TEXT, 1)[1]
+        self.answer_close = self._tokens.first_added(suffix.lstrip())
+        calls = self.turn(self.assistant(calls=1)) or ""
+        called = calls.rsplit(Probe.VALUE, 1)[-1] if Probe.VALUE in calls else ""
+        if called and self.answer_close is not None:
+            self.call_close = self.answer_close if self.answer_close in called else self.last_added(called)
+        self.history_close = self._following(self.assistant(Probe.TEXT), USER, Probe.TEXT)
+        if self.answer_close is None:
+            tool = {"role": "tool", "content": "qztool", "tool_call_id": self.ids[0], "name": Probe.FIRST}
+            behind = self._following(self.assistant(calls=1), tool, calls) if called else None
+            self.followers = (self.history_close or "", behind or "")
+
+    def _following(self, message: Wire, follower: Wire, anchor: str) -> str | None:
+        """Return the added token that comes right behind ``anchor`` when another message follows."""
+        tools = _TOOLS if self.calls_need_tools else None
+        try:
+            text = self.template.render([USER, message, follower], tools, generate=True)
+        except RenderError:
+            return None
+        parts = text.split(anchor.rstrip(), 1) if anchor else [text]
+        return self._tokens.first_added(parts[1].lstrip()) if len(parts) == 2 else None
+
+    def cut(self, turn: str, *, called: bool) -> str:
+        """Return a turn of the template's own render without its close."""
+        close = self.call_close if called else self.answer_close
+        if close is None:
+            return turn
+        # Behind the close come at most line breaks and an end-of-text token; text of the message stands before.
+        return turn[: turn.rindex(close)] if close in turn else turn
+
+    def stop_tokens(self) -> list[str]:
+        """Return the added tokens that end a turn, by the template itself."""
+        stops = [token for token in (self.answer_close, self.call_close, *self.followers) if token]
+        inside = [
+            self.cut(turn, called=bool(calls))
+            for calls in (0, 1)
+            for thought in ("", Probe.THOUGHT)
+            if (turn := self.turn(self.assistant("" if calls else Probe.TEXT, thought=thought, calls=calls)))
+        ]
+        if self.history_close and not any(self.history_close in turn for turn in inside):
+            stops.append(self.history_close)
+        return list(dict.fromkeys(stops))
+
+    def stop_behind(self, *, called: bool) -> str | None:
+        """Return the added token with which a model ends a turn in this template, or None."""
+        close = self.call_close if called else self.answer_close
+        return close or self.followers[1 if called else 0] or self.followers[0] or None
+
+    def _probe(self) -> Probe:
+        answer = self.turn(self.assistant(Probe.TEXT)) or ""
+        lead = answer.split(Probe.TEXT, 1)[0]
+
+        def segment(**wanted: Any) -> str | None:
+            turn = self.turn(self.assistant(**wanted))
+            if turn is None:
+                return None
+            turn = self.cut(turn, called=True)
+            return turn[len(common_start(lead, turn)) :]
+
+        reason = None
+        try:
+            text = self.template.render([USER, self.assistant(Probe.TEXT, thought=Probe.THOUGHT)], None, generate=False)
+            reason = text[len(self.head) :] if text.startswith(self.head) else None
+        except RenderError:
+            reason = None
+        two = segment(calls=2)
+        return Probe(
+            added=self._tokens.added,
+            answer=answer,
+            reason=reason,
+            bare=segment(calls=1, bare=True),
+            one=segment(calls=1),
+            two=two if two is not None and Probe.SECOND in two and Probe.FIRST in two else None,
+            ids=self.ids,
+            call_close=self.call_close,
+        )
+
+
+__all__ = ["USER", "TemplateFacts", "Wire", "short_id", "wire_call"]

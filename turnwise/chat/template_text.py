@@ -14,8 +14,7 @@ from typing import Any
 import orjson
 
 from turnwise.chat.formats.core import ChatFormat
-from turnwise.chat.probing import TemplateFacts, Wire, short_id, wire_call
-from turnwise.chat.template import ChatTemplate
+from turnwise.chat.template import ChatTemplate, TemplateFacts, Wire, short_id, wire_call
 from turnwise.chat.tokens import Tokens
 from turnwise.errors import RenderError
 from turnwise.model.canonical import Canonical, CanonicalCall, Canonicalizer, canonical_arguments

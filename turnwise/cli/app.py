@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import typer
 
-from turnwise import __version__
-from turnwise.cli import check, evaluate, inspect, serve, train
+from turnwise.cli import check, inspect, serve, train
+from turnwise.cli import inspect as evaluate
 from turnwise.errors import TurnwiseError
 from turnwise.plugins import load_extensions
+from turnwise.version import __version__
 
 app = typer.Typer(
     name="turnwise",

@@ -12,10 +12,10 @@ from turnwise.cli.options import FunctionTools, MCPServers, ToolConfig, env_spec
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from turnwise.envs import CheckReport
+    from turnwise.envs.checker import CheckReport
     from turnwise.envs.checker.context import PromptIds, TokenCounter
-    from turnwise.sandboxes.checker import Outcome, SandboxReport
-    from turnwise.tasks import Task
+    from turnwise.sandboxes.checker.context import Outcome, SandboxReport
+    from turnwise.tasks.core import Task
 
 
 ModelFolder = Annotated[
@@ -62,7 +62,7 @@ def check_env(
 
     from rich.console import Console
 
-    from turnwise.envs import check_env
+    from turnwise.envs.checker import check_env
 
     tasks, rows = _rows(env, tasks, limit)
     count, prompt = _reading(model, chat_template)
@@ -91,7 +91,7 @@ def _rows(env: str, tasks: str | None, limit: int | None) -> tuple[str | None, l
     from turnwise.envs.checker.core import DEFAULT_TASKS
     from turnwise.envs.registration import env_class
     from turnwise.errors import TaskError
-    from turnwise.tasks import load_tasks
+    from turnwise.tasks.reader import load_tasks
 
     if tasks is None and limit is not None:
         tasks = env_class(env).default_tasks
@@ -171,8 +171,9 @@ def check_sandbox(
     from rich.console import Console
 
     from turnwise.config import parse_overrides
-    from turnwise.sandboxes import SandboxConfig, SandboxSpec
-    from turnwise.sandboxes.checker import check_sandbox
+    from turnwise.sandboxes.checker.core import check_sandbox
+    from turnwise.sandboxes.config import SandboxConfig
+    from turnwise.sandboxes.core import SandboxSpec
 
     console = Console()
     report = asyncio.run(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from turnwise.envs import EnvSpec
+    from turnwise.envs.registration import EnvSpec
 
 Overrides = Annotated[
     list[str] | None,
@@ -36,7 +36,7 @@ def env_spec(
     import shlex
 
     from turnwise.config import parse_overrides
-    from turnwise.envs import EnvSpec
+    from turnwise.envs.registration import EnvSpec
 
     tools: dict[str, Any] = {}
     if functions is not None:

@@ -15,7 +15,8 @@ import typer
 from turnwise.cli.options import FunctionTools, MCPServers, Overrides, ToolConfig, env_spec
 
 if TYPE_CHECKING:
-    from turnwise.tasks import Task, TaskSource
+    from turnwise.tasks.core import Task
+    from turnwise.tasks.sources import TaskSource
 
 
 def serve(
@@ -191,7 +192,7 @@ def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None
     from itertools import chain
 
     from turnwise.errors import TaskError
-    from turnwise.tasks import iter_tasks
+    from turnwise.tasks.reader import iter_tasks
 
     rows = iter(()) if source is None else iter_tasks(source)
     if task is not None:

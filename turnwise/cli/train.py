@@ -162,7 +162,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, for peft.")] = False,
 ) -> None:
     """Write a whole model in Hugging Face format: an adapter is added to its model. For programs that read no other."""
-    from turnwise.trainer.run.export import export_model
+    from turnwise.trainer.run.train import export_model
 
     folder = export_model(source, target, step=step, best=best, adapter=adapter)
     typer.echo(f"{target} (of {folder})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.types import Message
 
 

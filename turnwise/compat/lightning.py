@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from turnwise.agents.core import Agent, Episode
-from turnwise.agents.functions import (
+from turnwise.agents.outcome import acting, emit_reward, settle
+from turnwise.agents.registry import (
     LLM,
     Attempt,
     NamedResources,
@@ -21,7 +22,6 @@ from turnwise.agents.functions import (
     rollout_of,
     row_of,
 )
-from turnwise.agents.outcome import acting, emit_reward, settle
 from turnwise.errors import AgentError
 
 __all__ = [

@@ -34,7 +34,7 @@ from turnwise.chat.tokens import Tokens
 from turnwise.errors import FormatError, InferenceError, MissingExtraError, RenderError, TurnwiseError, shown
 from turnwise.inference import wire
 from turnwise.inference.builtin import RewardServerSpec
-from turnwise.inference.http_process import HTTPProcess, Receive, Scope, Send, answer_json, read_body
+from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, read_body
 from turnwise.inference.wire import BadRequest
 from turnwise.types import text_of
 

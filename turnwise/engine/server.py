@@ -30,7 +30,7 @@ from turnwise.engine.weights import read_weights
 from turnwise.errors import FormatError, InferenceError, TurnwiseError
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig
-from turnwise.inference.http_process import HTTPProcess, Receive, Scope, Send, answer_json, read_body
+from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
 from turnwise.types import SamplingParams
 

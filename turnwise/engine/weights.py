@@ -116,7 +116,7 @@ def write_weights(
         spare[-1].rename(partial)
     try:
         _fill(partial, stored)
-    except BaseException:
+    except BaseException:  # an interrupted write leaves no partial file, whatever interrupts it
         partial.unlink(missing_ok=True)
         raise
     partial.rename(path)

@@ -20,7 +20,7 @@ from turnwise.envs.results import check_reset, check_score, check_step
 from turnwise.errors import ConfigError, EnvError, ToolSchemaError, TurnwiseError
 from turnwise.sandboxes.core import Mount, Sandbox, SandboxSpec
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
 from turnwise.tools.execute import ToolThreads, default_threads
 from turnwise.tools.response import CountTokens

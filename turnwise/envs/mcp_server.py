@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from turnwise import __version__
 from turnwise.append_file import AppendFile
 from turnwise.envs.core import Env, invoke
 from turnwise.envs.results import ScoreParts, StepResult, as_messages
@@ -26,8 +25,9 @@ from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseError
 from turnwise.seeding import stable_hash
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
+from turnwise.version import __version__
 
 Content = str | list[dict[str, Any]]
 

@@ -16,7 +16,7 @@ from turnwise.envs.core import MaybeAwaitable, ResetResult, StepResult, invoke
 from turnwise.envs.results import AgentRewards, Observation, ScoreParts, agent_parts, as_messages, finite
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, shown
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall
 

@@ -18,7 +18,7 @@ from turnwise.errors import ConfigError, RegistryError
 from turnwise.plugins import load_object
 from turnwise.tools.config import ToolsConfig
 from turnwise.tools.core import Tool, nearest
-from turnwise.tools.loading import Toolbox
+from turnwise.tools.selection import Toolbox
 
 E = TypeVar("E", bound=type[Env])
 
@@ -91,7 +91,7 @@ class EnvSpec:
                 ) from error
 
     def toolbox(self) -> Toolbox:
-        """Return what loads the tools and closes them; see :class:`~turnwise.tools.loading.Toolbox`."""
+        """Return what loads the tools and closes them; see :class:`~turnwise.tools.selection.Toolbox`."""
         return Toolbox(load_config(ToolsConfig, defaults=self.tools))
 
     def make(self, tools: Sequence[Tool] = ()) -> Env:

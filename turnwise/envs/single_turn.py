@@ -8,7 +8,7 @@ from typing import Any
 from turnwise.envs.core import Env, ResetResult, Score, ScoreParts, StepResult, invoke
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import EnvError
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message
 

@@ -10,12 +10,11 @@ from typing import Any
 from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, drop_scoring, invoke
 from turnwise.envs.results import ScoreParts
 from turnwise.errors import EnvError
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.core import AgentData, Tool
 from turnwise.tools.execute import Outcome, ToolRunner
-from turnwise.tools.loading import check_names, place_of
 from turnwise.tools.response import ToolResponse, call_counts
-from turnwise.tools.selection import selected, tools_kwargs
+from turnwise.tools.selection import check_names, place_of, selected, tools_kwargs
 from turnwise.types import Message, StopReason, ToolCall
 
 

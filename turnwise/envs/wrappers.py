@@ -23,7 +23,7 @@ from turnwise.errors import AgentError, ConfigError, EnvError, ToolSchemaError, 
 from turnwise.plugins import load_object
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.core import Tool, nearest
 from turnwise.tools.response import CountTokens, Keep, OutputLimit, ToolResponse, Unit
 from turnwise.tools.secrets import Secret

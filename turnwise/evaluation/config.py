@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath
 from turnwise.errors import ConfigError
-from turnwise.gateway.proxy.endpoint import HostedConfig, base_url, without_model
+from turnwise.gateway.config import HostedConfig, base_url, without_model
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
-from turnwise.tasks import TasksConfig
+from turnwise.tasks.config import TasksConfig
 
 Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(gt=0)]

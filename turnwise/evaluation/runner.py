@@ -22,20 +22,22 @@ from turnwise.config import dump_config
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.evaluation.config import EvalConfig, EvalPlan
 from turnwise.evaluation.metrics import EpisodeRow, EvalResult, Summary, episode_rows, result_table, summarize
+from turnwise.gateway.config import base_url
 from turnwise.gateway.frozen import load_renderers, open_frozen
 from turnwise.gateway.proxy.client import HostedClient
-from turnwise.gateway.proxy.endpoint import Endpoint, base_url
+from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import Book, LedgerClient
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import RolloutParts, RolloutRequest
-from turnwise.rollout.managers import Rollouts, check_manager, create_manager
-from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, check_tools_shown, task_source
+from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
+from turnwise.rollout.managers import check_manager, create_manager
+from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.records import TrajectoryWriter
-from turnwise.tasks import LoadedTasks, Task, load_mix
+from turnwise.tasks.core import Task
+from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
@@ -111,13 +113,7 @@ async def load_eval_tasks(plan: EvalPlan, rollout: RolloutConfig, renderer: Rend
         RegistryError: There is no such environment or agent.
         TaskError: They cannot be loaded, there are none, or they name an environment or agent that cannot be made.
     """
-    check_own(rollout)
-    source = task_source(plan.tasks, rollout, "tasks")
-    keep = await PromptLimit.create(plan.max_prompt_tokens, renderer, rollout)
-    loaded = load_mix(source, limit=plan.limit, keep=keep)
-    await check_specs(loaded.tasks, rollout)
-    await check_tools_shown(loaded.tasks, renderer, rollout)
-    return loaded
+    return await load_checked(plan.tasks, rollout, renderer, limit=plan.limit, max_prompt_tokens=plan.max_prompt_tokens)
 
 
 def _summary(plan: EvalPlan, groups: Sequence[TrajectoryGroup], pass_k: Sequence[int]) -> Summary:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote, unquote, urlsplit
 
 from turnwise.errors import ConfigError
-from turnwise.inference.http_process import Application, Receive, Scope, Send
+from turnwise.inference.process import Application, Receive, Scope, Send
 
 DEFAULT_FORM = "{base}/s/{token}"
 """What an address is where nobody asks for another form."""

@@ -5,123 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from turnwise.config import ConfigPath
 from turnwise.errors import ConfigError, InferenceError, RenderError
+from turnwise.gateway.config import FrozenConfig, base_url
 from turnwise.gateway.proxy.client import HostedClient
-from turnwise.gateway.proxy.endpoint import Endpoint, HostedConfig, base_url
+from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.inference.config import RendererConfig
 from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import LLMClient, ModelInfo, Renderer
+from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
 from turnwise.recorder.ledger import Book, LedgerClient
 
 
-class FrozenConfig(BaseModel):
-    """Who samples for a policy that is not trained: another model, the one that a run begins with, or an endpoint.
+def load_renderer(name: str, config: FrozenConfig, start: Path | None, own: RendererConfig) -> Renderer:
+    """Return a policy's renderer.
 
-    Attributes:
-        model: Directory of a Hugging Face model. Without ``url`` it is served; with it only its tokenizer and chat
-            template are read.
-        start: Says that it is the model that the run begins with, as it is then: served on its own, never synced.
-        url: A running server, or several (comma between them); with ``hosted`` the base URL of the endpoint.
-        hosted: Says that ``url`` is a hosted endpoint, which tells no token ids: its trajectories are recorded as text.
-        temperature: At which it samples; by default as the trained policy does, which greedy evaluation sets to 0.
-        renderer: How messages become ids; by default with ``start`` as the run's own ``renderer`` says.
-        inference: How the model is served.
+    Args:
+        name: The policy's name, for messages.
+        config: The policy.
+        start: The model that the run begins with.
+        own: How messages become ids for the run's own model.
+
+    Raises:
+        ConfigError: Its model is not there, tokenizer or template cannot be used, or its key is not set.
     """
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: ConfigPath | None = None
-    start: bool = False
-    url: str | None = None
-    hosted: HostedConfig | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    renderer: RendererConfig = RendererConfig()
-    inference: InferenceConfig = InferenceConfig()
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        if self.hosted is not None:
-            base_url(self.url)
-            if self.model is not None or self.start:
-                raise ValueError("no model and no start together with hosted: the endpoint's tokens are not known")
-            if self.hosted.model is None:
-                raise ValueError("hosted.model, the name of the model that is asked for")
-        elif self.start and (self.model is not None or self.url is not None):
-            raise ValueError("start alone: it is the model that the run begins with, served here")
-        elif not self.start and self.model is None:
-            raise ValueError("model, the directory of a Hugging Face model, or start: true, or hosted and url")
-        return self
-
-    @property
-    def urls(self) -> list[str]:
-        """The servers to ask; empty where the model is served here."""
-        return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
-
-    def directory(self, name: str, start: Path | None) -> Path:
-        """Return where tokenizer and chat template lie, and the weights where they are served here.
-
-        Args:
-            name: The policy's name, for messages.
-            start: The model that the run begins with.
-
-        Raises:
-            ConfigError: There is no such folder, or none that the run begins with.
-        """
-        found = start if self.start else self.model
-        where = f"rollout.frozen.{name}"
-        if found is None:
-            raise ConfigError(f"{where}.start: the run begins with no model of its own (its endpoint is hosted)")
-        if not (found / "config.json").is_file():
-            what = "no config.json is in it" if found.is_dir() else "there is no such folder"
-            raise ConfigError(f"{where}.model is {found}: {what}: name the directory of a Hugging Face model")
-        return found
-
-    def load(self, name: str, start: Path | None, own: RendererConfig) -> Renderer:
-        """Return the policy's renderer.
-
-        Args:
-            name: As of :meth:`directory`.
-            start: As of :meth:`directory`.
-            own: How messages become ids for the run's own model.
-
-        Raises:
-            ConfigError: Its model is not there, tokenizer or template cannot be used, or its key is not set.
-        """
-        if self.hosted is not None:
-            self.hosted.key()
-            return TextRenderer()
-        directory = self.directory(name, start)
-        try:
-            given = "renderer" in self.model_fields_set
-            return (own if self.start and not given else self.renderer).load(directory)
-        except (ConfigError, RenderError) as error:
-            raise ConfigError(f"rollout.frozen.{name}: no chat format in {directory}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenPolicy:
-    """A policy that samples and is not trained.
-
-    Attributes:
-        client: Who samples.
-        renderer: Messages to ids and back, as this model has them.
-        info: What it can take.
-        temperature: At which it samples, whatever the run does; None follows the run.
-    """
-
-    client: LLMClient
-    renderer: Renderer
-    info: ModelInfo
-    temperature: float | None = None
+    if config.hosted is not None:
+        config.hosted.key()
+        return TextRenderer()
+    directory = config.directory(name, start)
+    try:
+        given = "renderer" in config.model_fields_set
+        return (own if config.start and not given else config.renderer).load(directory)
+    except (ConfigError, RenderError) as error:
+        raise ConfigError(f"rollout.frozen.{name}: no chat format in {directory}: {error}") from error
 
 
 def load_renderers(frozen: Mapping[str, FrozenConfig], start: Path | None, own: RendererConfig) -> dict[str, Renderer]:
@@ -135,7 +53,7 @@ def load_renderers(frozen: Mapping[str, FrozenConfig], start: Path | None, own: 
     Raises:
         ConfigError: A model is not there, its tokenizer or template cannot be used, or a key is not set.
     """
-    return {name: config.load(name, start, own) for name, config in frozen.items()}
+    return {name: load_renderer(name, config, start, own) for name, config in frozen.items()}
 
 
 class FrozenPolicies:

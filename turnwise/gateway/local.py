@@ -14,15 +14,15 @@ from typing import Any, Final, NoReturn, Self
 
 from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError
 from turnwise.gateway.app import GatewayApp
-from turnwise.gateway.config import GatewayLimits
-from turnwise.gateway.dialects.response_format import abilities_of
+from turnwise.gateway.config import GatewayLimits, SessionSettings
+from turnwise.gateway.dialects.core import Reader
+from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.gateway.endpoints import EndpointRouter, EndpointTemplate, Place
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
-from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, SessionSettings
-from turnwise.gateway.turns import Reader
-from turnwise.inference.http_process import Application, Receive, Scope, Send
+from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions
+from turnwise.inference.process import Application, Receive, Scope, Send
 from turnwise.model.core import Renderer
 from turnwise.recorder.session import Session
 
@@ -305,7 +305,7 @@ class LocalGateway:
             await asyncio.gather(serving, return_exceptions=True)
 
     def _start(self) -> None:
-        from turnwise.inference.http_process import bind, deaf_server
+        from turnwise.inference.process import bind, deaf_server
 
         limits = self._sessions.limits
         options = server_options(self._dispatch, limits, limits.connections)

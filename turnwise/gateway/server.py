@@ -27,16 +27,15 @@ from pydantic import BaseModel, ConfigDict
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, EngineDied, MissingExtraError, TurnwiseError
 from turnwise.gateway.app import GatewayApp
-from turnwise.gateway.config import GatewayConfig
-from turnwise.gateway.dialects.response_format import abilities_of
+from turnwise.gateway.config import GatewayConfig, SessionSettings, base_url
+from turnwise.gateway.dialects.core import Reader
+from turnwise.gateway.dialects.openai_chat import abilities_of
 from turnwise.gateway.proxy.app import HostedApp
-from turnwise.gateway.proxy.endpoint import Endpoint, base_url
+from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSettings
-from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions, SessionSettings
-from turnwise.gateway.turns import Reader
+from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions
 from turnwise.inference.client import HTTPClient
-from turnwise.inference.http_process import HTTPProcess
-from turnwise.inference.process import ServerProcess
+from turnwise.inference.process import HTTPProcess, ServerProcess
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient

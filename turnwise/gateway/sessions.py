@@ -14,85 +14,25 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from turnwise.append_file import AppendFile
 from turnwise.errors import BudgetExceeded, FormatError, RenderError, TurnwiseError, shown
-from turnwise.gateway.config import GatewayLimits
-from turnwise.gateway.dialects.core import Fields, not_found
+from turnwise.gateway.config import GatewayLimits, SessionSettings
+from turnwise.gateway.dialects.core import Fields, Reader, not_found
 from turnwise.gateway.dialects.responses_request import Conversations
 from turnwise.gateway.errors import ApiError, invalid
-from turnwise.gateway.turns import Reader
 from turnwise.model.canonical import clean
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
-from turnwise.recorder.session import Session, SessionLimits
+from turnwise.recorder.session import Session
 from turnwise.trajectory import Trajectory
-from turnwise.types import SamplingParams, StopReason
+from turnwise.types import StopReason
 
 FIXED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 """What a request may not choose where what it samples is trained."""
 _MOST = 2**31 - 1
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_LIMITS = ("context_length", "max_tokens_per_turn", "max_total_tokens", "max_turns")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """What one session does in a way of its own; None is the gateway's way.
-
-    Attributes:
-        seed: Of its sampling, as it is: the session's id does not enter into it.
-        temperature: Sampling temperature of requests that name none.
-        top_p: Nucleus mass in (0, 1] of such requests.
-        top_k: Keep the k likeliest tokens, for such requests; 0 keeps all.
-        min_p: Least share of the likeliest token's probability, for such requests.
-        fixed_sampling: Whether requests sample as set here, whatever they name themselves.
-        context_length: Most tokens of prompt and completion.
-        max_tokens_per_turn: Most tokens of one completion.
-        max_total_tokens: Most tokens over all branches, prompts included.
-        max_turns: Most model calls.
-        reasoning: What becomes of the reasoning of earlier turns.
-        echo: What becomes of turns that come back rewritten.
-    """
-
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    fixed_sampling: bool | None = None
-    context_length: int | None = None
-    max_tokens_per_turn: int | None = None
-    max_total_tokens: int | None = None
-    max_turns: int | None = None
-    reasoning: ReasoningPolicy | None = None
-    echo: EchoPolicy | None = None
-
-    def params(self, own: SamplingParams) -> SamplingParams:
-        """Return how the session samples, given how the gateway does."""
-        return replace(own, **self._set(_SAMPLING))
-
-    def limits(self, own: SessionLimits) -> SessionLimits:
-        """Return what the session may use, given what the gateway allows; its context cannot be larger."""
-        mine = replace(own, **self._set(_LIMITS))
-        return replace(mine, context_length=min(mine.context_length, own.context_length))
-
-    def noted(self) -> dict[str, float]:
-        """Return those settings that a trajectory says as numbers: how it was sampled. Its temperature is that of the
-        requests, and a seed that such a number cannot hold exactly is not said.
-        """
-        given = self._set(("seed", "top_p", "top_k", "min_p"))
-        return {name: float(value) for name, value in given.items() if float(value) == value}
-
-    def _set(self, names: tuple[str, ...]) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-SETTINGS = frozenset(each.name for each in fields(SessionSettings))
-"""The names of all settings."""
 
 
 def read_settings(body: Fields, context_length: int) -> SessionSettings:

@@ -327,3 +327,20 @@ class Renderer(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return the chat format and how it was decided: what is printed at start and saved with a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPolicy:
+    """A policy that samples and is not trained.
+
+    Attributes:
+        client: Who samples.
+        renderer: Messages to ids and back, as this model has them.
+        info: What it can take.
+        temperature: At which it samples, whatever the run does; None follows the run.
+    """
+
+    client: LLMClient
+    renderer: Renderer
+    info: ModelInfo
+    temperature: float | None = None

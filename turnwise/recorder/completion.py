@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from turnwise.errors import BudgetExceeded, InferenceError, SessionError
 from turnwise.model.canonical import Canonical, canonical_arguments, canonical_messages
 from turnwise.model.core import Renderer
-from turnwise.recorder.tree import Match
-from turnwise.types import Completion, Message, SamplingParams, StopReason, ToolCall, text_of
+from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenIds, ToolCall, ToolSchema, text_of
 
 
 def check_completion(completion: Completion, params: SamplingParams, session_id: str) -> None:
@@ -48,10 +47,14 @@ def check_completion(completion: Completion, params: SamplingParams, session_id:
 
 
 def read_completion(
-    renderer: Renderer, completion: Completion, match: Match, params: SamplingParams
+    renderer: Renderer,
+    completion: Completion,
+    prompt: TokenIds,
+    tools: Sequence[ToolSchema],
+    params: SamplingParams,
 ) -> tuple[Message, bool]:
     """Return what the ids mean, and whether a length limit cut the turn (no stop id at its end)."""
-    message = renderer.parse(completion.token_ids, match.ids, match.tools)
+    message = renderer.parse(completion.token_ids, prompt, tools)
     cut = int(completion.token_ids[-1]) not in renderer.stop_ids
     if cut and params.stop:
         # The agent is given the text before the stop string; the ids up to it stay recorded.

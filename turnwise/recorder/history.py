@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.errors import SessionError
 from turnwise.model.canonical import Canonical, Canonicalizer, Recognise, TemplateArguments, canonical_tools
-from turnwise.recorder.tree import RootKey
+from turnwise.recorder.matching import RootKey
 from turnwise.types import Message, ToolCall, ToolSchema
 
 # So many conversations of one session are remembered: an agent and the sub-agents that it talks to in turn.

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Literal
 
-from turnwise.model.canonical import Canonical
+from turnwise.model.canonical import Canonical, TemplateArguments
+
+ToolsKey = tuple[tuple[str, str, str], ...]
+RootKey = tuple[ToolsKey, TemplateArguments]
+"""What a root is one of: its tools, and the arguments that its template is given."""
 
 EchoPolicy = Literal["same", "strict"]
 """What becomes of an assistant message whose calls have the ids of a turn but which says something else: ``same``, it

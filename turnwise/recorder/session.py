@@ -18,11 +18,20 @@ from turnwise.errors import InferenceError, SessionError, TurnwiseError
 from turnwise.model.canonical import Canonical, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
 from turnwise.recorder.completion import SessionLimits, check_completion, parse_completion, read_completion, room_for
-from turnwise.recorder.forks import fork_reason
 from turnwise.recorder.history import History, Offers, snapshot
 from turnwise.recorder.ledger import join_deltas
-from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy
-from turnwise.recorder.tree import Match, Node, PromptPlacement, RootKey, Sampled, Tree, addressed, joined, segment_of
+from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey
+from turnwise.recorder.tree import (
+    Match,
+    Node,
+    PromptPlacement,
+    Sampled,
+    Tree,
+    addressed,
+    fork_reason,
+    joined,
+    segment_of,
+)
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
@@ -369,7 +378,7 @@ class Session:
     def _commit(self, request: PendingRequest, completion: Completion) -> Message:
         match = request.match
         check_completion(completion, request.params, self.id)
-        message, cut = read_completion(request.renderer, completion, match, request.params)
+        message, cut = read_completion(request.renderer, completion, match.ids, match.tools, request.params)
         return self._record(request, completion, message, cut=cut)
 
     def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from turnwise.errors import InferenceError, SessionError
 from turnwise.model.canonical import Canonical
 from turnwise.recorder.completion import check_completion, read_completion
+from turnwise.recorder.matching import RootKey
 from turnwise.recorder.session import PendingRequest, RecordedTurn, Session
-from turnwise.recorder.tree import Match, Node, RootKey
+from turnwise.recorder.tree import Match, Node
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt, ToolSchema, as_ids
 
@@ -164,7 +165,7 @@ class TokenSession(Session):
     def _commit_ids(self, request: PendingRequest, completion: Completion, tools: Sequence[ToolSchema]) -> Message:
         match = request.match
         check_completion(completion, request.params, self.id)
-        message, cut = read_completion(request.renderer, completion, replace(match, tools=tuple(tools)), request.params)
+        message, cut = read_completion(request.renderer, completion, match.ids, tools, request.params)
         siblings = self._tree.siblings(match.context or match.parent)
         late = any(node.index >= match.commits for node in siblings)
         return self._record(replace(request, fork="concurrent" if late else request.fork), completion, message, cut=cut)

@@ -18,8 +18,8 @@ from pydantic import (
 from turnwise.agents.roles import TRAINED, Compare
 from turnwise.config import ConfigPath, ConfigReference
 from turnwise.errors import ConfigError
+from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
-from turnwise.gateway.frozen import FrozenConfig
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
 

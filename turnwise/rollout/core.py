@@ -7,17 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
 from turnwise.errors import InferenceError
-from turnwise.gateway.frozen import FrozenPolicy
-from turnwise.model.core import LLMClient, Renderer
+from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.strategies import GroupFacts
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -214,5 +213,34 @@ class RolloutManager(ABC):
         return frozenset()
 
     @abstractmethod
+    async def close(self) -> None:
+        """Cancel what runs and release everything."""
+
+
+OnGroup: TypeAlias = Callable[[TrajectoryGroup], None]
+
+
+class Rollouts(Protocol):
+    """What training and evaluation ask of a rollout manager: the contract, and the groups of an evaluation."""
+
+    @property
+    def config(self) -> RolloutConfig:
+        """What is rolled out, and how."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """Messages to ids and back."""
+
+    def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
+        """Start rolling out; finished groups arrive in the buffer."""
+
+    async def gather(
+        self, requests: Sequence[RolloutRequest], on_group: OnGroup | None = None
+    ) -> list[TrajectoryGroup]:
+        """Roll out and return the groups in the order of the requests."""
+
+    async def cancel(self, keys: Collection[str]) -> frozenset[str]:
+        """End groups before they are finished; return which were."""
+
     async def close(self) -> None:
         """Cancel what runs and release everything."""

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self
 
 from pydantic import BaseModel
 
@@ -17,7 +17,15 @@ from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.plugins import load_class_from_fqn
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
+from turnwise.rollout.core import (
+    BatchRef,
+    OnGroup,
+    ReplayBuffer,
+    RolloutManager,
+    RolloutParts,
+    RolloutRequest,
+    Rollouts,
+)
 from turnwise.rollout.outstanding import OutstandingRequests
 from turnwise.rollout.producer import FailureWatch, RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
@@ -137,33 +145,6 @@ def _members(group: Any) -> Iterator[Any]:
 
 
 KEY = "rollout.agent_loop_manager_class"
-OnGroup: TypeAlias = Callable[[TrajectoryGroup], None]
-
-
-class Rollouts(Protocol):
-    """What training and evaluation ask of a rollout manager: the contract, and the groups of an evaluation."""
-
-    @property
-    def config(self) -> RolloutConfig:
-        """What is rolled out, and how."""
-
-    @property
-    def renderer(self) -> Renderer:
-        """Messages to ids and back."""
-
-    def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
-        """Start rolling out; finished groups arrive in the buffer."""
-
-    async def gather(
-        self, requests: Sequence[RolloutRequest], on_group: OnGroup | None = None
-    ) -> list[TrajectoryGroup]:
-        """Roll out and return the groups in the order of the requests."""
-
-    async def cancel(self, keys: Collection[str]) -> frozenset[str]:
-        """End groups before they are finished; return which were."""
-
-    async def close(self) -> None:
-        """Cancel what runs and release everything."""
 
 
 @dataclass(frozen=True, slots=True)

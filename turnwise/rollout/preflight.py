@@ -15,12 +15,13 @@ from turnwise.envs.registration import env_class, make
 from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
-from turnwise.rollout.agents import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.tasks import Sources, Task
+from turnwise.rollout.runner import AgentTable
+from turnwise.tasks.config import Sources
+from turnwise.tasks.core import Task
+from turnwise.tasks.mix import LoadedTasks, load_mix
 from turnwise.tools.core import Tool
-from turnwise.tools.loading import Toolbox
-from turnwise.tools.selection import selected
+from turnwise.tools.selection import Toolbox, selected
 from turnwise.types import Message, ToolSchema
 
 # The agent that offers the model no tools, whatever the environment has.
@@ -256,3 +257,33 @@ def made_env(task: Task, rollout: RolloutConfig) -> Env:
 
 def _spec_key(name: str | None, config: dict[str, Any]) -> str:
     return f"{name or ''} {json.dumps(config, sort_keys=True, default=repr)}"
+
+
+async def load_checked(
+    tasks: Sources | None,
+    rollout: RolloutConfig,
+    renderer: Renderer,
+    *,
+    limit: int | None,
+    max_prompt_tokens: int | None,
+) -> LoadedTasks:
+    """Load tasks, and check them.
+
+    Args:
+        tasks: Where they come from; None takes those that the environment names.
+        rollout: Environment and agent.
+        renderer: Counts the tokens of their prompts, where they have a limit.
+        limit: Take at most this many.
+        max_prompt_tokens: Leave tasks out whose prompt has more.
+
+    Raises:
+        ConfigError: Nobody names any, or the chat template does not show the tools of their environment.
+        RegistryError: There is no such environment or agent.
+        TaskError: They cannot be loaded, there are none, or they name an environment or agent that cannot be made.
+    """
+    check_own(rollout)
+    source = task_source(tasks, rollout, "tasks")
+    loaded = load_mix(source, limit=limit, keep=await PromptLimit.create(max_prompt_tokens, renderer, rollout))
+    await check_specs(loaded.tasks, rollout)
+    await check_tools_shown(loaded.tasks, renderer, rollout)
+    return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -11,27 +12,114 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.agents.core import Agent, Episode, EpisodeLimits, Reward, ToolThreadLost, check_owners
-from turnwise.agents.roles import Compare, compared_within
+from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
+from turnwise.agents.roles import TRAINED, Compare, compared_within
+from turnwise.config import load_config
 from turnwise.envs.core import Env, invoke, schemas
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
-from turnwise.errors import AgentError, BudgetExceeded, ConfigError, EnvError, TurnwiseError
+from turnwise.errors import AgentError, BudgetExceeded, ConfigError, EnvError, RegistryError, TurnwiseError
 from turnwise.gateway.endpoints import EndpointTemplate
-from turnwise.gateway.frozen import FrozenPolicy
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.model.canonical import clean
-from turnwise.model.core import LLMClient, Renderer
+from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
 from turnwise.recorder.session import Session
-from turnwise.rollout.agents import AgentTable
-from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, metrics_of, turn_metrics
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.tasks import Task
-from turnwise.tools.loading import Toolbox
-from turnwise.tools.response import check_media
+from turnwise.tasks.core import Task
+from turnwise.tools.core import check_media
+from turnwise.tools.selection import Toolbox
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason
+
+
+class AgentTable:
+    """The agents of a run, each made once for each configuration.
+
+    Args:
+        config: Names the run's agent and the file of names.
+
+    Raises:
+        ConfigError: The file cannot be read, or names an agent twice.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._default = config.agent
+        self._policies = {TRAINED, *config.frozen}
+        self._file = config.agent_loop_config_path
+        self._named: dict[str, AgentEntry] = {}
+        self._made: dict[str, Agent] = {}
+        for entry in self._entries():
+            if entry.name in self._named:
+                raise ConfigError(f"{self._file}: the agent name {entry.name!r} stands there twice")
+            self._named[entry.name] = entry
+
+    def _entries(self) -> list[AgentEntry]:
+        if self._file is None:
+            return []
+        try:
+            return load_config(AgentFile, self._file, root="agents").agents
+        except ConfigError as error:
+            raise ConfigError(f"rollout.agent_loop_config_path {self._file}: {error}") from error
+
+    def own(self) -> Agent:
+        """Return the agent of tasks that name none.
+
+        Raises:
+            TurnwiseError: It cannot be made.
+        """
+        return self._agent(self._default.name, {})
+
+    def of(self, task: Task) -> Agent:
+        """Return the agent of a task.
+
+        Raises:
+            TurnwiseError: It cannot be made.
+        """
+        return self._agent(task.agent or self._default.name, task.agent_config)
+
+    def check(self) -> None:
+        """See that every agent of the file is there, whether a task names it or not; none is made.
+
+        Raises:
+            ConfigError: One is not.
+        """
+        for name, entry in self._named.items():
+            try:
+                find_agent(entry.target)
+            except (AgentError, ConfigError, RegistryError) as error:
+                raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
+
+    async def close(self) -> None:
+        """Release what the agents hold."""
+        await asyncio.gather(*(agent.close() for agent in self._made.values()))
+
+    def _agent(self, name: str, own: dict[str, object]) -> Agent:
+        key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name
+        if key not in self._made:
+            agent = self._made[key] = self._make(name, own)
+            unknown = sorted(agent.policies() - self._policies)
+            if unknown:
+                del self._made[key]
+                raise ConfigError(
+                    f"agent {name!r} names the policy {unknown[0]!r}, which is not there: name one of "
+                    f"{', '.join(sorted(self._policies))}, or add rollout.frozen.{unknown[0]}"
+                )
+        return self._made[key]
+
+    def _make(self, name: str, own: dict[str, object]) -> Agent:
+        entry = self._named.get(name)
+        run = self._default.config if name == self._default.name else {}
+        if entry is None:
+            if self._named and not is_registered(name) and not any(mark in name for mark in ":./"):
+                raise unknown_agent(name, self._named)
+            return make_agent(name, **{**run, **own})
+        try:
+            return make_agent(entry.target, **{**entry.config, **run, **own})
+        except (AgentError, ConfigError, RegistryError) as error:
+            raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
 
 
 def session_trajectories(

@@ -11,11 +11,10 @@ from turnwise.agents.core import Episode
 from turnwise.agents.roles import TRAINED
 from turnwise.errors import AgentError, TurnwiseError
 from turnwise.gateway.endpoints import Place
-from turnwise.gateway.frozen import FrozenPolicy
 from turnwise.gateway.local import Door, LocalGateway
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.session import TextSession
-from turnwise.model.core import LLMClient, Renderer
+from turnwise.model.core import FrozenPolicy, LLMClient, Renderer
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.token_session import TokenSession
 from turnwise.rollout.config import RolloutConfig

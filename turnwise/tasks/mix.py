@@ -11,9 +11,9 @@ from typing import Any
 
 from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
-from turnwise.tasks.config import SourceConfig, Sources, sources_of
+from turnwise.tasks.config import CurriculumConfig, SourceConfig, Sources, sources_of
 from turnwise.tasks.core import Task
-from turnwise.tasks.order import CurriculumConfig, CurriculumOrder, HeldOrder, LazyOrder, TaskOrder, left_out
+from turnwise.tasks.order import CurriculumOrder, HeldOrder, LazyOrder, TaskOrder, left_out
 from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
 # Sources with more tasks than this are streamed, unless they say otherwise.

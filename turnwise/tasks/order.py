@@ -6,14 +6,13 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
+from turnwise.tasks.config import CurriculumConfig, pools_of
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import Read, TaskReader, check_new
 
@@ -290,75 +289,6 @@ def left_out(dropped: Mapping[str, int]) -> str:
     """Return what a message about a source without tasks says of those that were left out."""
     reasons = ", ".join(f"{number:,} ({reason})" for reason, number in dropped.items())
     return f": all of its rows were left out: {reasons}" if reasons else ""
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
-
-# Of a task that was taken, and of which nothing is known yet: neither easy nor hard.
-_UNKNOWN = 0.5
-_TOLERANCE = 1e-9
-
-
-class CurriculumConfig(BaseModel):
-    """Tasks are drawn from pools of difficulty. How hard a task is says its running success rate.
-
-    Attributes:
-        buckets: The bounds of the pools, from 0 to 1; a rate that is a bound belongs to the pool above it.
-        weights: How often each pool is drawn from, relative to the others.
-        floor: The least share of every pool that holds a task.
-        decay: How much of a task's rate the next group leaves: rate = decay * rate + (1 - decay) * its successes.
-        success_reward: The least reward of a success.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    buckets: tuple[Share, ...] = (0.0, 0.2, 0.8, 1.0)
-    weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = (1.0, 4.0, 1.0)
-    floor: Share = 0.05
-    decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    success_reward: float = 1.0
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        bounds = self.buckets
-        if len(bounds) < 2 or (bounds[0], bounds[-1]) != (0.0, 1.0) or list(bounds) != sorted(set(bounds)):
-            raise ValueError(f"buckets is {list(bounds)}; bounds rise from 0.0 to 1.0, such as [0.0, 0.2, 0.8, 1.0]")
-        if len(self.weights) != len(bounds) - 1 or not any(self.weights):
-            raise ValueError(
-                f"weights is {list(self.weights)}; there are {len(bounds) - 1} pools: one number for each, not all 0"
-            )
-        if self.floor * len(self.weights) > 1:
-            raise ValueError(f"floor is {self.floor:g}, and {len(self.weights)} pools have more than 1 then: lower it")
-        return self
-
-    @property
-    def pools(self) -> list[str]:
-        """What the pools are called in metrics."""
-        return [f"{low:g}-{high:g}" for low, high in zip(self.buckets, self.buckets[1:], strict=False)]
-
-    def rate(self, before: float, rewards: Sequence[float]) -> float:
-        """Return the running success rate of a task after a group of it.
-
-        Args:
-            before: The rate before; nan where there was none.
-            rewards: What the members of the group earned.
-        """
-        found = sum(each >= self.success_reward - _TOLERANCE for each in rewards) / len(rewards)
-        return found if np.isnan(before) else self.decay * before + (1 - self.decay) * found
-
-    def figures(self, rates: Iterable[float]) -> dict[str, float]:
-        """Return the mean of running success rates, and the share of the tasks in each pool."""
-        known = np.array(list(rates), np.float64)
-        if not len(known):
-            return {}
-        held = np.bincount(pools_of(known, self.buckets), minlength=len(self.weights)) / len(known)
-        shares = {f"curriculum/share_{name}": float(share) for name, share in zip(self.pools, held, strict=True)}
-        return {"curriculum/rate": float(known.mean()), "curriculum/tasks": float(len(known)), **shares}
-
-
-def pools_of(rates: NDArray[np.float64], buckets: Sequence[float]) -> NDArray[np.intp]:
-    """Return the number of each rate's pool; of one that is not known (nan), that of a half."""
-    return np.searchsorted(buckets[1:-1], np.where(np.isnan(rates), _UNKNOWN, rates), side="right")
 
 
 def shares_of(held: Sequence[int], weights: Sequence[float], floor: float) -> list[float]:

@@ -6,14 +6,14 @@ import inspect
 import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl
 
 import orjson
 
-from turnwise.errors import ConfigError, TaskError, TurnwiseError
+from turnwise.errors import ConfigError, MissingExtraError, TaskError, TurnwiseError
 from turnwise.plugins import load_object
 from turnwise.tasks.core import Task, kind
 
@@ -212,8 +212,6 @@ def _open_text(text: str, arguments: Mapping[str, Any]) -> Rows:
     if arguments:
         raise TaskError(f"{text}: arguments ({', '.join(arguments)}) are for functions; a file takes none")
     if is_hub:
-        from turnwise.tasks.hf_datasets import HubRows
-
         return HubRows(text)
     if in_folder:
         return _folder(Path(head).expanduser(), split)
@@ -228,8 +226,6 @@ def _rows_of(path: Path, name: str | None = None) -> Rows:
     if path.suffix in _LINES:
         return JsonlRows(path, name=name)
     if path.suffix == ".parquet":
-        from turnwise.tasks.parquet import ParquetRows
-
         return ParquetRows(path, name=name)
     raise TaskError(
         f"{path}: files of type {path.suffix!r} are not read: use .jsonl, .parquet, a directory of a Hugging Face "
@@ -245,8 +241,6 @@ def _folder(path: Path, split: str | None) -> Rows:
             splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
     # With a card, or as datasets saved it, the folder says itself which files belong to which split.
     if not splits or (path / "README.md").exists():
-        from turnwise.tasks.hf_datasets import FolderRows
-
         return FolderRows(path, split)
     chosen = choose_split(str(path), list(splits), split)
     name = f"{path.name}-{chosen}" if split is not None else path.name
@@ -305,3 +299,121 @@ def _signature(function: Callable[..., Any]) -> str:
 
 def _callable_name(function: Callable[..., Any]) -> str:
     return function.__qualname__ if inspect.isroutine(function) else type(function).__qualname__
+
+
+BATCH = 1024
+
+
+class ParquetRows(Rows):
+    """The rows of one file, numbered from 0."""
+
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.name = name or path.stem
+        self._path = path
+
+    def read(self, start: int = 0) -> Iterator[Row]:
+        """Yield the rows from a number on; row groups that end before it are not read."""
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise MissingExtraError("pyarrow", "parquet", f"reading {self._path}") from error
+        try:
+            with pyarrow.parquet.ParquetFile(self._path) as file:
+                number, first = 0, 0
+                while first < file.num_row_groups and number + _length(file, first) <= start:
+                    number += _length(file, first)
+                    first += 1
+                groups = range(first, file.num_row_groups)
+                for batch in file.iter_batches(batch_size=BATCH, row_groups=list(groups)) if groups else ():
+                    skip = min(max(start - number, 0), batch.num_rows)
+                    for at, value in enumerate(batch.slice(skip).to_pylist(), number + skip):
+                        yield Row(at, f"{self._path}: row {at}", f"{self.name}-{at}", value)
+                    number += batch.num_rows
+        except (pyarrow.ArrowException, OSError) as error:
+            raise TaskError(f"{self._path}: not a parquet file that can be read: {error}") from error
+
+
+def _length(file: Any, group: int) -> int:
+    return int(file.metadata.row_group(group).num_rows)
+
+
+class _DatasetRows(Rows):
+    """A dataset that is opened when it is read.
+
+    Args:
+        place: What it is called in messages.
+        name: What its rows are called after, without the split.
+        split: Which split, or None for the only one.
+    """
+
+    def __init__(self, place: str, name: str, split: str | None) -> None:
+        self.name = name if split is None else f"{name}-{split}"
+        self._place = place
+        self._split = split
+
+    def read(self, start: int = 0) -> Iterator[Row]:
+        """Yield the rows from a number on."""
+        try:
+            import datasets
+            import pyarrow
+        except ImportError as error:
+            raise MissingExtraError("datasets", "datasets", f"reading {self._place}") from error
+        # What the network, a builder and the files raise: of this package's own errors none is among them.
+        failures = (OSError, ValueError, TypeError, pyarrow.ArrowException, datasets.exceptions.DatasetsError)
+        number = None
+        try:
+            found = self._chosen(self._open(datasets))
+            for number, value in enumerate(_from(found, start), start):
+                yield Row(number, f"{self._place}: row {number}", f"{self.name}-{number}", value)
+        except failures as error:
+            after = "" if number is None else f" after row {number}"
+            raise TaskError(f"{self._place}: not a Hugging Face dataset that can be read{after}: {error}") from error
+
+    def _chosen(self, found: Any) -> Any:
+        if isinstance(found, dict):
+            return found[choose_split(self._place, list(found), self._split)]
+        if self._split is not None:
+            raise TaskError(f"{self._place}: this dataset has no splits: leave ':{self._split}' out")
+        return found
+
+    @abstractmethod
+    def _open(self, datasets: Any) -> Any:
+        """Return the dataset, or its splits by name. ``datasets`` is the package."""
+
+
+class FolderRows(_DatasetRows):
+    """A folder that ``datasets`` wrote (``save_to_disk``) or finds data files in."""
+
+    def __init__(self, path: Path, split: str | None) -> None:
+        super().__init__(str(path), path.name, split)
+        self._path = path
+
+    def _open(self, datasets: Any) -> Any:
+        saved = any((self._path / name).exists() for name in ("dataset_info.json", "dataset_dict.json", "state.json"))
+        if saved:
+            return datasets.load_from_disk(str(self._path))
+        return datasets.load_dataset(str(self._path), streaming=True)
+
+
+class HubRows(_DatasetRows):
+    """``hf://owner/name``, with ``:split`` and with arguments of ``load_dataset`` (``?name=main&revision=...``)."""
+
+    def __init__(self, source: str) -> None:
+        address, _, query = source.removeprefix(HUB).partition("?")
+        repository, _, split = address.partition(":")
+        if not repository:
+            raise TaskError(f"{source}: no dataset is named: write {HUB}owner/name:split")
+        super().__init__(f"{HUB}{repository}", repository.rpartition("/")[2], split or None)
+        self._repository = repository
+        self._arguments: Mapping[str, Any] = query_arguments(query)
+
+    def _open(self, datasets: Any) -> Any:
+        return datasets.load_dataset(self._repository, streaming=True, **self._arguments)
+
+
+def _from(found: Any, start: int) -> Any:
+    """Return the rows from a number on. A dataset that knows its length refuses to skip all of its rows."""
+    if not start:
+        return found
+    return () if isinstance(found, Sized) and start >= len(found) else found.skip(start)

@@ -14,7 +14,6 @@ from turnwise.tools.core import (
     tool_names,
 )
 from turnwise.tools.execute import Outcome, ToolRunner, ToolThreads
-from turnwise.tools.loading import Toolbox, load_function_tools, load_tool_config
 from turnwise.tools.response import INVALID_CALLS, OutputLimit, ToolResponse
 from turnwise.tools.schema import (
     OpenAIFunctionParametersSchema,
@@ -24,6 +23,7 @@ from turnwise.tools.schema import (
     as_schema,
     function_schema,
 )
+from turnwise.tools.selection import Toolbox, load_function_tools, load_tool_config
 from turnwise.tools.signatures import Injected
 
 __all__ = [

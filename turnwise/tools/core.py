@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel
 
-from turnwise.errors import RegistryError, ToolSchemaError, shown
+from turnwise.errors import ConfigError, EnvError, RegistryError, ToolSchemaError, shown
 from turnwise.plugins import load_object
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import OutputLimit, ToolResponse, as_media
@@ -512,3 +512,39 @@ class AgentData:
             "which is free for what tools share"
         )
         raise AttributeError(f"agent_data has no {name!r}: {why}")
+
+
+def check_media(env: str, tools: Mapping[str, Tool], takes: Collection[str]) -> None:
+    """Hold the tools of an environment against what a renderer places.
+
+    Args:
+        env: The environment's name.
+        tools: Its tools by name.
+        takes: The kinds of media that the renderer places besides text.
+
+    Raises:
+        ConfigError: A tool may answer with something else.
+    """
+    for name, tool in tools.items():
+        refused = sorted(as_media(f"tool {name!r}", tool.media) - set(takes))
+        if refused:
+            placed = ", ".join(["text", *sorted(takes)])
+            raise ConfigError(
+                f"environment {env!r}: its tool {name!r} answers with {', '.join(refused)}, but the renderer of this "
+                f"model places {placed} only: leave the tool out, let it say in text what there is to see or hear, or "
+                "choose a model whose renderer takes it"
+            )
+
+
+def undeclared(tool: Tool, response: ToolResponse) -> EnvError | None:
+    """Return the error of an answer that holds what its tool did not declare, or None."""
+    given = (("image", response.image), ("video", response.video), ("audio", response.audio))
+    found = [kind for kind, items in given if items and kind not in tool.media]
+    if not found:
+        return None
+    listed = ", ".join(map(repr, found))
+    return EnvError(
+        f"tool {tool.name!r} answered with {', '.join(found)}, which it does not declare: write media=({listed},) in "
+        "@function_tool, or as an attribute of the BaseTool, so that a model that cannot take it is refused before "
+        "the rollout starts"
+    )

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
 from turnwise.errors import EnvError, ToolError, TurnwiseError, shown
-from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest
+from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest, undeclared
 from turnwise.tools.response import (
     INVALID_CALLS,
     CountTokens,
@@ -31,7 +31,6 @@ from turnwise.tools.response import (
     cleaned,
     crash,
     failure,
-    undeclared,
 )
 from turnwise.tools.schema import ArgumentError
 from turnwise.tools.secrets import Secret, Secrets

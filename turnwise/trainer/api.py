@@ -21,14 +21,14 @@ from turnwise.config import load_config
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, TaskError, shown
 from turnwise.plugins import reference_to
-from turnwise.tasks import SourceConfig, Task
+from turnwise.tasks.config import SourceConfig
+from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.algorithms.custom_algorithm import Algorithm, as_algorithm, call_run
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.plan import DryRun, dry_run
 from turnwise.trainer.run.run import TrainRun
 from turnwise.trainer.run.train import TrainSummary, run_train, train
-from turnwise.trainer.training import Training
+from turnwise.trainer.training import Algorithm, Training, as_algorithm, call_run
 
 Dataset: TypeAlias = "str | Path | SourceConfig | Iterable[Task | Mapping[str, Any]] | Callable[..., Any]"
 """A source as ``tasks:`` takes it (text, a :class:`~turnwise.tasks.SourceConfig`, a list of either, which is a mix), a

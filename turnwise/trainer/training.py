@@ -1,14 +1,21 @@
-"""What an algorithm of one's own works with."""
+"""Custom algorithms: what a user's training function works with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Final, Self
 
-from turnwise.errors import TrainError
+from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.rollout.core import RolloutRequest
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
+from turnwise.trainer.algorithms.advantages import ADVANTAGES
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
+from turnwise.trainer.algorithms.losses import LOSSES
+from turnwise.trainer.algorithms.registry import nearest
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.loops.steps import Batch, finish_step, roll_out, train_on
@@ -129,3 +136,171 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint of the last finished step."""
         self.run.save()
+
+
+FORMULA_KEYS: Final = (
+    "advantage", "advantage_options", "norm_by_std", "std_eps", "drop_zero_variance", "loss", "loss_options",
+    "clip_low", "clip_high", "dual_clip", "loss_aggregation", "loss_scale",
+)  # fmt: skip
+"""Keys of ``algorithm`` that a name sets anew: those of another formula would be wrong."""
+
+_PPO: Final = {"advantage": "gae", "drop_zero_variance": False}
+_KEYS: Final[dict[str, dict[str, Any]]] = {
+    "ppo": _PPO,
+    "gae": _PPO,
+    "dr_grpo": {"advantage": "dr_grpo", "loss_aggregation": "seq_mean_token_sum_norm"},
+    "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "drop_zero_variance": False},
+    "gpg": {"advantage": "gpg", "loss": "gpg", "drop_zero_variance": False},
+}
+"""The names whose formula is more than one key."""
+
+_ARGUMENTS: Final = ("training", "train_dataset", "val_dataset")
+
+
+class Algorithm:
+    """Keys of a configuration, and a training loop.
+
+    Keywords are keys of the ``algorithm`` section, laid over those of the configuration:
+    ``Algorithm(advantage="rloo", minibatches=4)``. Where a key names a function, the function itself may stand. A
+    subclass may override :meth:`run`, and give its constructor other arguments.
+
+    Attributes:
+        settings: Keys of the ``algorithm`` section.
+        sections: Keys of other sections that it needs, by their dotted path; those that a configuration gives stay.
+        replaces: Keys of the ``algorithm`` section that go back to their defaults first.
+    """
+
+    settings: dict[str, Any]
+    sections: dict[str, Any]
+    replaces: tuple[str, ...]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Make one without keys: the constructor of a subclass need not call this one's."""
+        made = super().__new__(cls)
+        made.settings, made.sections, made.replaces = {}, {}, ()
+        return made
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    async def run(self, training: Training) -> None:
+        """Train until the budget is spent.
+
+        An override takes what its parameters are called: ``training``
+        (:class:`~turnwise.trainer.training.Training`), ``train_dataset`` and ``val_dataset`` (Tasks). When it returns,
+        the run ends as others do: with an evaluation and a checkpoint.
+        """
+        await training.loop()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
+
+
+def named_algorithm(name: str) -> Algorithm:
+    """Return an algorithm by name: an estimator (its loss is ``ppo_clip``), a loss (on GRPO's advantages), or ``ppo``.
+
+    Its formula replaces that of the configuration; what else a configuration says (epochs, credit, kl) stays.
+
+    Raises:
+        ConfigError: No estimator and no loss is called so.
+    """
+    known = {*ADVANTAGES, *CRITIC_ADVANTAGES, *LOSSES, "ppo"}
+    if name not in known:
+        close = nearest(name, known)
+        hint = f"did you mean {close!r}? " if close else ""
+        raise ConfigError(
+            f"algorithm {name!r} is unknown; {hint}known: {', '.join(sorted(known))}; or give an AlgorithmConfig, a "
+            "mapping of its keys, an object with async def run(self, training), or an async function"
+        )
+    keys = {"advantage": name} if name in ADVANTAGES else {"advantage": "grpo", "loss": name}
+    made = Algorithm(**{"loss": "ppo_clip", **_KEYS.get(name, keys)})
+    # Dr. GRPO divides by a constant that only the configuration can know.
+    made.replaces = tuple(key for key in FORMULA_KEYS if (name, key) != ("dr_grpo", "loss_scale"))
+    if made.settings["advantage"] in CRITIC_ADVANTAGES:
+        made.sections = {"policies.main.critic": {}}
+    return made
+
+
+class _CustomLoop(Algorithm):
+    """A custom training loop: an async function, or an object with an async ``run``."""
+
+    def __init__(self, run: Callable[..., Awaitable[None]], name: str) -> None:
+        super().__init__()
+        self._run, self._name = run, name
+
+    async def run(self, training: Training) -> None:
+        """Call it with what its parameters are called."""
+        await call_run(self._run, self._name, training)
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+def as_algorithm(given: Any) -> Algorithm:
+    """Return what :meth:`turnwise.trainer.api.Trainer.fit` takes as an algorithm as one.
+
+    Args:
+        given: The name of an estimator or a loss, an ``AlgorithmConfig`` or a mapping of its keys, an
+            :class:`Algorithm` or a class of them, an object with an async ``run``, or an async function.
+
+    Raises:
+        ConfigError: It is none of these, or its ``run`` is not async or takes another argument.
+    """
+    if isinstance(given, type) and issubclass(given, Algorithm):
+        given = given()
+    if isinstance(given, Algorithm):
+        check_run(given.run, type(given).__name__)
+        return given
+    if isinstance(given, str):
+        return named_algorithm(given)
+    if isinstance(given, AlgorithmConfig):
+        return Algorithm(**given.model_dump(exclude_unset=True))
+    if isinstance(given, Mapping):
+        return Algorithm(**given)
+    run = given if inspect.iscoroutinefunction(given) else inspect.getattr_static(given, "run", None)
+    if run is None or isinstance(given, type):
+        raise ConfigError(
+            f"the algorithm is {shown(given)}: give a name such as 'grpo', an AlgorithmConfig, an object with async "
+            "def run(self, training), or an async function"
+        )
+    name = given.__qualname__ if inspect.isroutine(given) else type(given).__qualname__
+    bound = given if run is given else given.run
+    check_run(bound, name)
+    return _CustomLoop(bound, name)
+
+
+def check_run(run: Callable[..., Any], name: str) -> None:
+    """Refuse a ``run`` that cannot be called as one.
+
+    Raises:
+        ConfigError: It is not async, or takes another argument.
+    """
+    if not inspect.iscoroutinefunction(run):
+        raise ConfigError(f"algorithm {name}: its run is not async: write async def, and await what it calls")
+    parameters = inspect.signature(run).parameters.values()
+    asked = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    unknown = [each for each in asked if each not in _ARGUMENTS]
+    if unknown:
+        raise ConfigError(f"algorithm {name}: its run wants {', '.join(unknown)}; it may name {', '.join(_ARGUMENTS)}")
+
+
+async def call_run(run: Callable[..., Awaitable[None]], name: str, training: Training) -> None:
+    """Call a ``run`` with what its parameters are called.
+
+    Raises:
+        ConfigError: It takes another argument.
+    """
+    check_run(run, name)
+    offered = {
+        "training": training,
+        "train_dataset": training.train_tasks,
+        "val_dataset": training.val_tasks,
+    }
+    parameters = inspect.signature(run).parameters.values()
+    free = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = {each.name for each in parameters}
+    await run(**{key: value for key, value in offered.items() if free or key in named})

@@ -7,7 +7,7 @@ import pytest
 from support.chat_models import renderer_for
 from support.context_episodes import play, reads, say
 from support.toy_renderer import ToyRenderer
-from turnwise.trainer.algorithms.aggregation import loss_weights
+from turnwise.trainer.algorithms.losses.core import loss_weights
 from turnwise.trajectory import to_samples
 
 DONE = say("42")

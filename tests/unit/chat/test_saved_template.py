@@ -14,7 +14,8 @@ from turnwise.chat.renderer import TemplateRenderer, load_renderer, save_format,
 from turnwise.config import dump_config, load_config
 from turnwise.engine.reward_model import Encoder
 from turnwise.errors import ConfigError, RenderError
-from turnwise.gateway.frozen import FrozenConfig, load_renderers
+from turnwise.gateway.config import FrozenConfig
+from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.config import RendererConfig
 from turnwise.model.canonical import canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema

@@ -20,8 +20,7 @@ from turnwise.envs.rewards import (
     normalize,
     parse_number,
 )
-from turnwise.envs.rewards.matching import find_json
-from turnwise.envs.rewards.numeric import last_number
+from turnwise.envs.rewards.matching import find_json, last_number
 from turnwise.errors import ConfigError, EnvError
 
 # Where the answer stands.

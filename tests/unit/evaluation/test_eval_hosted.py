@@ -20,8 +20,9 @@ from turnwise.agents.core import Agent, Episode
 from turnwise.cli import main
 from turnwise.errors import SessionError, StructuredOutputError
 from turnwise.evaluation.config import EvalConfig
+from turnwise.gateway.config import HostedConfig, base_url
 from turnwise.gateway.proxy.client import HostedClient
-from turnwise.gateway.proxy.endpoint import Endpoint, HostedConfig, base_url
+from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.records import read_trajectories
 from turnwise.trajectory import Trajectory

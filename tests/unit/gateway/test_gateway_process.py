@@ -33,7 +33,7 @@ from turnwise.engine.server import App, Outbox
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess, GatewaySpec, admin_key
-from turnwise.inference.http_process import bind, deaf_server
+from turnwise.inference.process import bind, deaf_server
 from turnwise.rollout.records import read_trajectories
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": "Go."}]}

@@ -20,10 +20,10 @@ from support.hosted_server import KEY, Hosted, Respond, hosting, provider, strea
 from turnwise.errors import AuditError, ConfigError
 from turnwise.evaluation.metrics import summarize
 from turnwise.evaluation.view import Selection, show
-from turnwise.gateway.config import GatewayConfig, GatewayLimits
+from turnwise.gateway.config import GatewayConfig, GatewayLimits, HostedConfig, base_url
 from turnwise.gateway.proxy.answer import answer_reader
 from turnwise.gateway.proxy.app import HostedExchange
-from turnwise.gateway.proxy.endpoint import HostedConfig, SecretFilter, base_url
+from turnwise.gateway.proxy.endpoint import SecretFilter
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.server import GatewayProcess
 from turnwise.rollout.audit import audit_files

@@ -10,9 +10,8 @@ import pytest
 from support.chat_models import renderer_for
 from support.gateway_server import ADMIN_HEADERS, Served, serving
 from turnwise.errors import SessionError
-from turnwise.gateway.config import GatewayConfig
+from turnwise.gateway.config import SETTINGS, GatewayConfig, SessionSettings
 from turnwise.gateway.server import open_sessions
-from turnwise.gateway.sessions import SETTINGS, SessionSettings
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import LLMClient
 from turnwise.seeding import stable_hash

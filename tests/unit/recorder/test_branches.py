@@ -21,7 +21,7 @@ from turnwise.recorder.ledger import LedgerClient, read_ledger
 from turnwise.recorder.session import PromptPlacement, Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.sessions import EpisodeSessions
-from turnwise.trainer.algorithms.aggregation import loss_weights
+from turnwise.trainer.algorithms.losses.core import loss_weights
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, SamplingParams, TokenDelta, ToolCall, ToolSchema
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from turnwise.model.canonical import Canonical
-from turnwise.recorder.tree import Node, Sampled, ToolsKey, Tree, joined
+from turnwise.recorder.matching import ToolsKey
+from turnwise.recorder.tree import Node, Sampled, Tree, joined
 from turnwise.types import Completion
 
 KEYS: tuple[ToolsKey, ...] = ((), (("f", "", "{}"),))

@@ -18,7 +18,7 @@ from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
 from turnwise.envs.library.lookup import table
 from turnwise.errors import InferenceError
-from turnwise.inference.http_process import bind
+from turnwise.inference.process import bind
 from turnwise.inference.scripted import Script, ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.runner import EpisodeOutcome, EpisodeRunner, EpisodeSpec

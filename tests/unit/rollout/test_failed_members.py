@@ -13,8 +13,9 @@ from turnwise.errors import InferenceError, TrainError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
-from turnwise.rollout.producer import MemberRule, RolloutProducer
+from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.config import MemberRule
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason

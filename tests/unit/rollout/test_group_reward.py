@@ -20,9 +20,8 @@ from turnwise.evaluation.metrics import summarize
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
-from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.producer import RolloutProducer
+from turnwise.rollout.producer import GroupRewarder, RolloutProducer
 from turnwise.rollout.records import read_trajectories
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task

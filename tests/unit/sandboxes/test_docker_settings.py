@@ -14,8 +14,7 @@ from turnwise.sandboxes.config import open_backend
 from turnwise.sandboxes.core import Mount
 from turnwise.sandboxes.docker.backend import DockerBackend
 from turnwise.sandboxes.docker.commands import Seen, belonging_processes
-from turnwise.sandboxes.docker.engine import OWNER, Owner, is_left, pid_started
-from turnwise.sandboxes.docker.settings import DockerOptions, container_settings
+from turnwise.sandboxes.docker.engine import OWNER, DockerOptions, Owner, container_settings, is_left, pid_started
 
 LIMITS = SandboxLimits(memory=2**28, pids=50, cpus=0.5, cpu_seconds=9, disk=2**27, file_size=1000, open_files=99)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from turnwise.sandboxes.core import SandboxSpec
+from turnwise.sandboxes.docker.engine import DockerOptions
 from turnwise.sandboxes.docker.sandbox import DockerSandbox
-from turnwise.sandboxes.docker.settings import DockerOptions
 
 
 async def test_a_container_that_is_being_made_is_removed_once_it_is_there() -> None:

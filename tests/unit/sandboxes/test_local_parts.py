@@ -20,9 +20,8 @@ from turnwise.sandboxes.local import LocalBackend, host_python
 from turnwise.sandboxes.local import backend as state
 from turnwise.sandboxes.local import mount_plan as plans
 from turnwise.sandboxes.local.boot import agent, groups, seccomp
-from turnwise.sandboxes.local.boot.keep import Copying
-from turnwise.sandboxes.local.boot.removal import remove
-from turnwise.sandboxes.local.isolation import find_groups
+from turnwise.sandboxes.local.boot.keep import Copying, remove
+from turnwise.sandboxes.local.mount_plan import find_groups
 from turnwise.sandboxes.local.process import Collector
 
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000

@@ -18,10 +18,10 @@ from turnwise.sandboxes.local import host_python
 from turnwise.tools.config import ToolsConfig
 from turnwise.tools.core import SHIPPED, AgentData, BaseTool, as_tool
 from turnwise.tools.execute import ToolRunner
-from turnwise.tools.loading import Toolbox
 from turnwise.tools.response import ToolResponse
 from turnwise.tools.sandboxed.python import PythonTool
 from turnwise.tools.sandboxed.shell import ShellTool
+from turnwise.tools.selection import Toolbox
 from turnwise.types import ToolCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,8 +20,8 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeRunner, EpisodeSpec
 from turnwise.tasks import Task
 from turnwise.tools import ToolRunner
-from turnwise.tools.loading import load_tool_config
 from turnwise.tools.secrets import Secrets, with_secrets
+from turnwise.tools.selection import load_tool_config
 from turnwise.types import ToolCall
 
 KEY = 'sk-Zürich/42+"quoted"\'\\n'

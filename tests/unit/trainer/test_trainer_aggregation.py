@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import TrainError
-from turnwise.trainer.algorithms.aggregation import loss_weights
+from turnwise.trainer.algorithms.losses.core import loss_weights
 
 
 def test_weights_of_each_aggregation() -> None:

@@ -19,13 +19,12 @@ from turnwise.plugins import reference_to
 from turnwise.tasks import SourceConfig, Task, load_tasks
 from turnwise.trainer.algorithms.advantages import ADVANTAGES
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.algorithms.custom_algorithm import Algorithm, as_algorithm
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
 from turnwise.trainer.algorithms.losses import LOSSES, LossSums
 from turnwise.trainer.api import Trainer, task_config
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.steps import Batch
-from turnwise.trainer.training import Training
+from turnwise.trainer.training import Algorithm, Training, as_algorithm
 
 BASE: dict[str, Any] = {"steps": 3, "policies": {"main": {"model": {"path": "m"}}}}
 

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
-from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.loggers.run_log import LiveDisplay
-from turnwise.trainer.run.budget import UNKNOWN_STEPS, Budget, BudgetConfig, read_count, read_duration, show_duration
+from turnwise.trainer.config.train import UNKNOWN_STEPS, BudgetConfig, TrainConfig, read_count, read_duration
+from turnwise.trainer.observe.run_log import LiveDisplay
+from turnwise.trainer.run.budget import Budget, show_duration
 
 LEAST = {"policies": {"main": {"model": {"path": "m"}}}, "rollout": {"env": {"name": "lookup"}}, "name": "r"}
 

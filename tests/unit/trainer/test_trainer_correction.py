@@ -23,7 +23,8 @@ from turnwise.trainer.algorithms.correction import (
     rejected,
 )
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.learner import StepResult
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy

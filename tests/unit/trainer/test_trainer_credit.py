@@ -17,9 +17,9 @@ from support.credited import build, told, trajectory
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.algorithms.advantages import compare_returns, grpo
-from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import CreditConfig, load_credit, turn_returns, turn_shares
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.rewards import turn_rewards
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.observe.metrics import meaning

@@ -19,7 +19,8 @@ from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.config.train import BatchConfig, CriticConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.policy import CriticConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.attention import LAYOUT_ARGUMENT, PackedLayout

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from support.preference_data import chat_model
 from support.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, InferenceError
-from turnwise.gateway.frozen import FrozenConfig, FrozenPolicy
+from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.model.core import ModelInfo
+from turnwise.model.core import FrozenPolicy, ModelInfo
 from turnwise.trainer.algorithms.config import AlgorithmConfig, DistillConfig
 from turnwise.trainer.batch.experience import Experience
 from turnwise.trainer.config.train import TrainConfig

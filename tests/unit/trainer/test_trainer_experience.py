@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.batch.experience import build_experience, collect
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup

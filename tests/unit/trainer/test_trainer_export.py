@@ -21,10 +21,11 @@ from turnwise.cli.app import app
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
 from turnwise.trainer.batch.packing import TrainRow, pack
-from turnwise.trainer.config.train import BestConfig, PolicyConfig
+from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.config.train import BestConfig
 from turnwise.trainer.learn.learner import open_learner
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
-from turnwise.trainer.run.export import export_model
+from turnwise.trainer.run.train import export_model
 
 COMPANIONS = {
     "tokenizer.json": "{}",

@@ -24,7 +24,8 @@ from turnwise.trainer.algorithms.rewards import with_penalties
 from turnwise.trainer.batch.experience import Collected, build_experience, collect
 from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trainer.batch.value_targets import TrajectoryValues
-from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig, TrainConfig
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig, TrainConfig
 from turnwise.trainer.learn.learner import StepResult
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import recompute_logprobs, update_policy

@@ -14,7 +14,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.config.train import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
 from turnwise.trainer.model.policy import TokenScores
 from turnwise.trainer.observe.metrics import checked, meaning, update_metrics

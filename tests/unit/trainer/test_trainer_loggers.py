@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from turnwise.errors import FormatError
-from turnwise.trainer.observe.loggers.run_log import JSONLLogger, LiveDisplay, read_metrics, sparkline
+from turnwise.trainer.observe.run_log import JSONLLogger, LiveDisplay, read_metrics, sparkline
 
 
 def test_lines_are_on_disk_at_once_and_survive_a_torn_end(tmp_path: Path) -> None:

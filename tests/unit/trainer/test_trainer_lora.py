@@ -19,9 +19,8 @@ from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, is_adapter, mode
 from turnwise.errors import CheckpointError, FormatError, TrainError
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
 from turnwise.trainer.batch.packing import TrainRow, pack
-from turnwise.trainer.config.train import PolicyConfig
+from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.learn.learner import Learner, open_learner
-from turnwise.trainer.model.lora import LoRAConfig
 from turnwise.trainer.model.policy import load_model, try_adapters
 from turnwise.trainer.observe.audit import is_float32
 

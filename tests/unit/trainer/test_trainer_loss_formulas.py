@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turnwise.trainer.algorithms.losses import LOSSES, LossSums, ppo_clip_loss, select_clip_cov, select_kl_cov
 from turnwise.trainer.algorithms.losses.core import span_mean
-from turnwise.trainer.algorithms.losses.covariance import covariance
+from turnwise.trainer.algorithms.losses.policy import covariance
 
 LN2 = math.log(2.0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from turnwise.errors import RegistryError
-from turnwise.trainer.algorithms.losses.kl import KL_ESTIMATORS, MAX_K3, adapted_coef, kl_estimate, kl_penalty
+from turnwise.trainer.algorithms.kl import KL_ESTIMATORS, MAX_K3, adapted_coef, kl_estimate, kl_penalty
 
 E = math.e
 

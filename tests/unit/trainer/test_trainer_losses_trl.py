@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from turnwise.trainer.algorithms.kl import kl_penalty
 from turnwise.trainer.algorithms.losses import LOSSES
-from turnwise.trainer.algorithms.losses.kl import kl_penalty
 
 LENGTHS = [4, 1, 6]
 WIDTH, TOKENS = max(LENGTHS), sum(LENGTHS)

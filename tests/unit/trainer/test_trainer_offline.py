@@ -21,9 +21,9 @@ from turnwise.engine.reward_model import Classifier, Encoder
 from turnwise.errors import TaskError, TrainError
 from turnwise.trainer.config.offline import DPOConfig, FilterConfig, PairingConfig, RewardModelConfig, SFTConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
-from turnwise.trainer.observe.loggers.core import LoggedRun, Logger
-from turnwise.trainer.observe.loggers.run_log import read_metrics
+from turnwise.trainer.observe.loggers import LoggedRun, Logger
 from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.observe.run_log import read_metrics
 from turnwise.trainer.offline.core import keep_good, make_pairs, read_recorded
 from turnwise.trainer.offline.dpo import PreferenceObjective, reference_sums, run_dpo
 from turnwise.trainer.offline.preferences import Pair, load_preferences, pack_pairs, preference_pairs, token_sides

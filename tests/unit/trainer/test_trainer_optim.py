@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from turnwise.errors import CheckpointError, TrainError
-from turnwise.trainer.config.train import MuonConfig, OptimConfig, ScheduleConfig
+from turnwise.trainer.config.policy import MuonConfig, OptimConfig, ScheduleConfig
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor, split_parameters
 from turnwise.trainer.model.policy import load_model
 

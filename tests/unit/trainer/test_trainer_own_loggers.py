@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from support.logged import EVAL, config, opened
 from support.lookup_run import lines
 from turnwise.errors import ConfigError, MissingExtraError
-from turnwise.trainer.observe.loggers import run_log
-from turnwise.trainer.observe.loggers.core import LoggedRun, Logger
-from turnwise.trainer.observe.loggers.run_log import RunLog, check_loggers, read_metrics
+from turnwise.trainer.observe import run_log
+from turnwise.trainer.observe.loggers import LoggedRun, Logger
 from turnwise.trainer.observe.metrics import figures, meaning
+from turnwise.trainer.observe.run_log import RunLog, check_loggers, read_metrics
 from turnwise.trainer.run.directory import config_digest
 
 HERE = "test_trainer_own_loggers"
@@ -134,7 +134,7 @@ def test_what_is_wrong_with_a_logger_is_said_before_work_starts(tmp_path: Path) 
         config(tmp_path, ["wandbb"])
     with pytest.raises(ValidationError, match="porject"):
         config(tmp_path, [{"name": "wandb", "config": {"porject": "x"}}])
-    with pytest.raises(ValidationError, match=r"must derive from turnwise.trainer.observe.loggers.core.Logger"):
+    with pytest.raises(ValidationError, match=r"must derive from turnwise.trainer.observe.loggers.Logger"):
         config(tmp_path, ["pathlib:Path"])
     with pytest.raises(MissingExtraError, match=r"pip install 'turnwise\[nothere\]'"):
         check_loggers(config(tmp_path, [f"{HERE}:Lacking"]).loggers)

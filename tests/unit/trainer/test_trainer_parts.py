@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from turnwise.trainer.loops.steps import merge_metrics, split_evenly
-from turnwise.trainer.run.train_thread import TrainThread, inline
+from turnwise.trainer.loops.steps import TrainThread, inline, merge_metrics, split_evenly
 
 
 def test_parts_are_as_equal_as_can_be() -> None:

@@ -18,10 +18,10 @@ from support.examples import examples
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.algorithms.objectives import PolicyObjective
-from turnwise.trainer.batch import prefix_tree
-from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.batch.prefix_tree import PrefixTree
-from turnwise.trainer.config.train import BatchConfig, ModelConfig, PolicyConfig
+from turnwise.trainer.batch import packing as prefix_tree
+from turnwise.trainer.batch.packing import MicroBatch, PrefixTree, TrainRow, pack
+from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.policy import Policy, TokenScores, load_model

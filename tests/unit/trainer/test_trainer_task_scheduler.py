@@ -18,8 +18,7 @@ from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.strategies import Arrival, Choice, Filtered, Mixed, Strategy
 from turnwise.tasks import Task
 from turnwise.tasks.order import HeldOrder
-from turnwise.trainer.config.batch import BatchConfig
-from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.config.train import BatchConfig, TrainConfig
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, ToolCall

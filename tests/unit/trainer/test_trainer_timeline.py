@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from turnwise.errors import FormatError
-from turnwise.trainer.observe.timeline import Part, Span, Timeline, read_timeline
-from turnwise.trainer.observe.timeline_drawing import Window, draw_svg, draw_text
+from turnwise.trainer.observe.timeline import Part, Span, Timeline, Window, draw_svg, draw_text, read_timeline
 
 # Two groups, of which the second reaches into the update of step 1; ten seconds.
 PART = Part(0, "separate_async", 0.0, [

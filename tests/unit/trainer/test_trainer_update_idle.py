@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.batch.packing import TrainRow, pack
-from turnwise.trainer.config.train import BatchConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 

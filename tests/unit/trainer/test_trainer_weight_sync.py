@@ -13,7 +13,7 @@ from turnwise.engine.weights import read_weights
 from turnwise.errors import InferenceError
 from turnwise.model.core import Replica, WeightManifest
 from turnwise.trainer.model.policy import load_model
-from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryWriter
 
 
 class ReadingReplica(Replica):
@@ -102,7 +102,7 @@ async def test_a_replica_that_serves_another_version_is_an_error(
 
 def test_what_a_killed_process_left_is_removed(writer: SharedMemoryWriter) -> None:
     code = (
-        "import os; from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter as W;"
+        "import os; from turnwise.trainer.weight_sync import SharedMemoryWriter as W;"
         "w = W(); (w.directory / 'x').write_text('x'); print(w.directory, flush=True); os.kill(os.getpid(), 9)"
     )
     result = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -2,6 +2,6 @@
 
 from turnwise.agents.blackbox.agent import BlackBoxAgent
 from turnwise.agents.blackbox.program import ProgramError
-from turnwise.agents.blackbox.recipes import Recipe, recipe_of
+from turnwise.agents.blackbox.workdir import Recipe, recipe_of
 
 __all__ = ["BlackBoxAgent", "ProgramError", "Recipe", "recipe_of"]

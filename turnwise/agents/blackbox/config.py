@@ -18,8 +18,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from turnwise.agents.blackbox.recipes import Dialect, Recipe, recipe_of
-from turnwise.agents.blackbox.workdir import PLACEHOLDERS, fill, named
+from turnwise.agents.blackbox.workdir import PLACEHOLDERS, Dialect, Recipe, fill, named, recipe_of
 from turnwise.errors import AgentError, shown
 from turnwise.sandboxes.core import Mount
 from turnwise.tools.core import nearest

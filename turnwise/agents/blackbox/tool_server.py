@@ -16,13 +16,13 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from turnwise import __version__
 from turnwise.agents.core import Episode
 from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetExceeded, TurnwiseError, shown
 from turnwise.gateway.local import Door
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
+from turnwise.version import __version__
 
 _VERSIONS: Final = ("2025-11-25", "2025-06-18", "2025-03-26")
 _UNKNOWN_METHOD, _INVALID_REQUEST, _INVALID_PARAMS, _NOT_JSON = -32601, -32600, -32602, -32700

@@ -9,7 +9,7 @@ from typing import Any
 from turnwise.chat.formats import FORMATS
 from turnwise.chat.formats.core import CLOSE, OPEN, ChatFormat, Parsed, Probe, TurnText
 from turnwise.chat.formats.derive import common_start, reasoning_markers, split_added
-from turnwise.chat.probing import TemplateFacts, Wire
+from turnwise.chat.template import TemplateFacts, Wire
 from turnwise.chat.tokens import Tokens
 from turnwise.errors import RenderError
 from turnwise.types import ToolCall, ToolSchema

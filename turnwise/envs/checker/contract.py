@@ -19,7 +19,7 @@ from turnwise.envs.checker.context import CheckContext, StallTimeout, brief, pla
 from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TurnwiseError
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.core import FunctionTool
 from turnwise.tools.sample_arguments import example_arguments
 from turnwise.tools.schema import dialect_of

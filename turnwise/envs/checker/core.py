@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from turnwise.envs.checker import contract, cost, policies, prompts, repeats
+from turnwise.envs.checker import contract, policies, prompts, repeats
 from turnwise.envs.checker import contract as failures
+from turnwise.envs.checker import repeats as cost
 from turnwise.envs.checker.context import (
     ESTIMATE,
     CheckContext,
@@ -24,7 +25,8 @@ from turnwise.envs.checker.context import (
 from turnwise.envs.core import Env
 from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import ConfigError, RegistryError, TaskError, TurnwiseError
-from turnwise.tasks import Task, load_tasks
+from turnwise.tasks.core import Task
+from turnwise.tasks.reader import load_tasks
 
 AT_ONCE: Final = 4
 """How many tasks are looked at at the same time."""

@@ -11,7 +11,7 @@ from turnwise.envs.checker.context import CheckContext, Played
 from turnwise.envs.core import schemas
 from turnwise.envs.solution import solver_of
 from turnwise.errors import EnvError
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.sample_arguments import random_arguments
 from turnwise.types import Message, ToolCall, text_of
 

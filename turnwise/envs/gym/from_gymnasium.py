@@ -23,7 +23,7 @@ from turnwise.envs.gym.text import (
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, ToolError, shown
 from turnwise.plugins import load_object
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.core import FunctionTool
 from turnwise.types import Message, StopReason, ToolCall, text_of
 

@@ -17,7 +17,9 @@ from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
 from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, from_gymnasium
 from turnwise.envs.registration import EnvSpec, announce, make
 from turnwise.errors import EnvError, TaskError, shown
-from turnwise.tasks import Task, TaskSource, load_tasks
+from turnwise.tasks.core import Task
+from turnwise.tasks.reader import load_tasks
+from turnwise.tasks.sources import TaskSource
 from turnwise.tools.sample_arguments import random_arguments
 from turnwise.types import Message, Role, ToolCall, ToolSchema, text_of
 

@@ -9,15 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from turnwise.envs.rewards.answers import extract_answer, normalize
-    from turnwise.envs.rewards.core import Part, RewardFunction, Rubric, as_rubric
+    from turnwise.envs.rewards.core import Part, RewardFunction, Rubric, VerlScore, as_rubric
     from turnwise.envs.rewards.groups import PairwiseJudge, RankBy, answer_of, centred_ranks, conversation_of
     from turnwise.envs.rewards.judge import Judge
-    from turnwise.envs.rewards.matching import ExactMatch, JSONSchema, Regex
+    from turnwise.envs.rewards.matching import (
+        ExactMatch,
+        JSONSchema,
+        Numeric,
+        Regex,
+        extract_answer,
+        normalize,
+        parse_number,
+    )
     from turnwise.envs.rewards.model import RewardModel
-    from turnwise.envs.rewards.numeric import Numeric, parse_number
     from turnwise.envs.rewards.symbolic import Symbolic
-    from turnwise.envs.rewards.verl import VerlScore
 
 _HOMES = {
     "answers": ("extract_answer", "normalize"),

@@ -1,4 +1,8 @@
-"""Rewards as functions: what they are given, how several make one score, and what happens when one fails."""
+"""Rewards as functions: what they are given, how several make one score, and what happens when one fails.
+
+An object that a configuration describes is made once per process and shared by all episodes, since every episode makes
+its environment anew: so they share connections, caches and rate limits.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,93 @@ import functools
 import inspect
 import math
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
+
+import orjson
 
 from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, finite, named_numbers
-from turnwise.envs.rewards.loading import describe, load_function
 from turnwise.errors import ConfigError, EnvError, shown
-from turnwise.tasks import Task
+from turnwise.plugins import load_object, place_of
+from turnwise.tasks.core import Task
 from turnwise.tools.core import nearest
 from turnwise.tools.execute import CANCEL_GRACE_S
 from turnwise.types import Message, text_of
+
+_HERE = "turnwise.envs.rewards"
+SHIPPED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "exact_match": f"{_HERE}.matching:ExactMatch",
+        "regex": f"{_HERE}.matching:Regex",
+        "json_schema": f"{_HERE}.matching:JSONSchema",
+        "numeric": f"{_HERE}.numeric:Numeric",
+        "symbolic": f"{_HERE}.symbolic:Symbolic",
+        "reward_model": f"{_HERE}.model:RewardModel",
+        "judge": f"{_HERE}.judge:Judge",
+        "verl": f"{_HERE}.verl:VerlScore",
+        "rank_by": f"{_HERE}.groups:RankBy",
+        "pairwise_judge": f"{_HERE}.groups:PairwiseJudge",
+    }
+)
+"""The names that configurations may write instead of a reference."""
+
+
+def load_function(given: Callable[..., Any] | str, arguments: Mapping[str, Any], where: str) -> Any:
+    """Return a reward function that is ready to be called.
+
+    Args:
+        given: The function, the name of a shipped one, or a reference.
+        arguments: For a class those of its constructor, for a function keyword arguments of every call.
+        where: What it belongs to, for messages.
+
+    Raises:
+        ConfigError: It cannot be found, or does not take the arguments.
+    """
+    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
+        raise ConfigError(f"{where}: arguments is {shown(arguments)}: it must be a dict from names to values")
+    if not isinstance(given, str):
+        return _with(given, arguments)
+    if given not in SHIPPED and not any(mark in given for mark in ":./"):
+        raise ConfigError(
+            f"{where}: there is no reward function {given!r}{nearest(given, SHIPPED)}; shipped are "
+            f"{', '.join(SHIPPED)}; any other is pkg.module:function or path/to/file.py:function"
+        )
+    try:
+        key = orjson.dumps(dict(arguments), option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:
+        raise ConfigError(f"{where}: arguments is {shown(arguments)}, which is not JSON: {error}") from error
+    try:
+        return _shared(SHIPPED.get(given, given), key)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(reference: str, arguments: bytes) -> Any:
+    return _with(load_object(reference, "reward function"), orjson.loads(arguments))
+
+
+def _with(function: Any, arguments: Mapping[str, Any]) -> Any:
+    if isinstance(function, type):
+        try:
+            return function(**arguments)
+        except TypeError as error:
+            raise ConfigError(f"{function.__qualname__} does not take {dict(arguments)}: {error}") from error
+    return functools.partial(function, **arguments) if arguments else function
+
+
+def describe(function: Any) -> str:
+    """Return how messages call a function: its module and name, or its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
+        return f"{place_of(function.__module__)}:{function.__qualname__}"
+    return f"{place_of(type(function).__module__)}:{type(function).__qualname__}"
+
 
 DEFAULT_TIMEOUT: Final = 60.0
 GIVEN: Final = ("task", "final", "text", "messages", "data", "env")
@@ -458,3 +537,55 @@ def _read(result: Any, label: str) -> _Value:
         return _Value(finite(result, where), None, metrics)
     named = {key: finite(value, f"{where} {key!r}:") for key, value in named_numbers(result, where).items()}
     return _Value(sum(named.values()), named, metrics)
+
+
+class VerlScore(RewardFunction):
+    """Calls ``compute_score(data_source, solution_str, ground_truth, extra_info)``, plain or async.
+
+    It may return a number, or a dict whose ``score`` is the value; its other numbers become metrics, and what else it
+    holds is for verl's logs and is not read.
+    """
+
+    def __init__(self, compute_score: Callable[..., Any] | str, **arguments: Any) -> None:
+        """Take the function.
+
+        Args:
+            compute_score: The function, or ``pkg.module:function``.
+            **arguments: Further keyword arguments of every call.
+
+        Raises:
+            ConfigError: It cannot be loaded.
+        """
+        self._function = load_function(compute_score, arguments, "verl: compute_score")
+
+    def __call__(self, text: str, data: Mapping[str, Any]) -> Any:
+        """Call it with verl's columns: ``data_source``, ``extra_info``, and ``ground_truth`` or ``reward_model``'s.
+
+        Raises:
+            EnvError: The task has no ground truth, or the function returned a dict without ``score``.
+        """
+        model = data.get("reward_model")
+        truth = data.get("ground_truth", model.get("ground_truth") if isinstance(model, Mapping) else None)
+        if truth is None:
+            raise EnvError(
+                "verl: task.data has neither 'ground_truth' nor 'reward_model' with 'ground_truth'; it has "
+                f"{', '.join(map(repr, data)) or 'no entries'}"
+            )
+        result = self._function(
+            data_source=data.get("data_source"),
+            solution_str=text,
+            ground_truth=truth,
+            extra_info=dict(data.get("extra_info") or {}),
+        )
+        return self._awaited(result) if inspect.isawaitable(result) else self._read(result)
+
+    async def _awaited(self, result: Any) -> Any:
+        return self._read(await result)
+
+    def _read(self, result: Any) -> Any:
+        if not isinstance(result, Mapping):
+            return result
+        if "score" not in result:
+            raise EnvError(f"verl: {describe(self._function)} returned {shown(dict(result))}: the dict has no 'score'")
+        numbers = {str(key): value for key, value in result.items() if isinstance(value, (bool, int, float))}
+        return result["score"], {key: float(value) for key, value in numbers.items() if key != "score"}

@@ -12,7 +12,7 @@ from typing import Any, Final
 from turnwise.envs.rewards.judge import AskOptions, Question, Verdict, Verdicts, transcript
 from turnwise.envs.rewards.matching import find_json
 from turnwise.errors import ConfigError, EnvError, shown
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory
 from turnwise.types import Message, ToolCall, text_of
 

@@ -18,12 +18,11 @@ import jinja2.sandbox
 import orjson
 
 from turnwise.append_file import AppendFile
-from turnwise.envs.rewards.answers import gold_answers
 from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError
-from turnwise.envs.rewards.matching import find_json
+from turnwise.envs.rewards.matching import find_json, gold_answers
 from turnwise.errors import ConfigError, EnvError, shown
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.types import Message, text_of
 
 Structured: TypeAlias = Literal["auto", "always", "never"]

@@ -1,11 +1,17 @@
-"""Reward functions that compare texts: exact match, regular expressions, JSON against a schema."""
+"""Reward functions that compare texts: exact match, numbers, regular expressions, JSON against a schema."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import string
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import orjson
 from jsonschema import Draft202012Validator
@@ -13,9 +19,134 @@ from jsonschema.exceptions import SchemaError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from turnwise.envs.rewards.answers import check_normalization, extractor, gold_answers, normalize
 from turnwise.envs.rewards.core import RewardFunction
 from turnwise.errors import ConfigError, EnvError, shown
+
+Normalization: TypeAlias = Literal["none", "space", "case", "words"]
+
+_FORMS: Final = "text, last_line, boxed, hash, tag:NAME or regex:PATTERN"
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_HASH = re.compile(r"####[ \t]*([^\n]*)")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{|\\.|[{}]")
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+Extract: TypeAlias = Callable[[str], str | None]
+
+
+def extractor(form: str, where: str) -> Extract:
+    r"""Return the function that finds answers in one form.
+
+    Args:
+        form: ``text`` (all of it), ``last_line`` (that is not blank), ``boxed`` (the last ``\boxed{...}``), ``hash``
+            (the last ``#### ...``), ``tag:NAME`` (the last ``<NAME>...</NAME>``), or ``regex:PATTERN`` (the last match:
+            its group ``answer``, else its first group, else all of it).
+        where: For messages.
+
+    Raises:
+        ConfigError: There is no such form, or the pattern is none.
+    """
+    kind, _, rest = form.partition(":") if isinstance(form, str) else ("", "", "")
+    simple: dict[str, Extract] = {"text": str.strip, "last_line": _last_line, "boxed": _last_boxed, "hash": _last_hash}
+    if kind == "tag" and rest:
+        name = re.escape(rest)
+        return _matcher(re.compile(rf"<{name}>(?P<answer>(?:(?!<{name}>).)*?)</{name}>", re.DOTALL))
+    if kind == "regex" and rest:
+        try:
+            return _matcher(re.compile(rest, re.DOTALL))
+        except re.error as error:
+            raise ConfigError(f"{where}: extract is {shown(form)}, whose pattern is no regex: {error}") from error
+    if form not in simple:
+        raise ConfigError(f"{where}: extract is {shown(form)}: it must be {_FORMS}")
+    return simple[form]
+
+
+def extract_answer(text: str, form: str) -> str | None:
+    """Return the answer that stands in a text, or None. See :func:`extractor` for the forms."""
+    return extractor(form, "extract_answer")(text)
+
+
+def normalize(text: str, how: Normalization) -> str:
+    """Return the form in which texts are compared.
+
+    Args:
+        text: The text.
+        how: ``none``; ``space`` (NFKC, white space collapsed); ``case`` (that, and case folded); ``words`` (that, and
+            without punctuation and the articles a, an, the: the normalisation of SQuAD, Rajpurkar et al. 2016).
+    """
+    if how == "none":
+        return text
+    text = unicodedata.normalize("NFKC", text)
+    if how in ("case", "words"):
+        text = text.casefold()
+    if how == "words":
+        bare = text.translate(_PUNCTUATION)
+        # An answer that is nothing else, such as the choice A or a sign, keeps it: it is not the same as none.
+        text = next((each for each in (_ARTICLES.sub(" ", bare), bare) if each.strip()), text)
+    return " ".join(text.split())
+
+
+def check_normalization(how: str, where: str) -> Normalization:
+    """Return ``how`` where it is one. Raises ConfigError."""
+    for each in get_args(Normalization):
+        if how == each:
+            known: Normalization = each
+            return known
+    raise ConfigError(f"{where}: normalize is {shown(how)}: it must be one of {', '.join(get_args(Normalization))}")
+
+
+def gold_answers(data: Mapping[str, Any], column: str, where: str) -> Sequence[Any]:
+    """Return the right answers of a task: what stands in a column, or each entry of the list there.
+
+    Raises:
+        EnvError: There is no such column, or nothing in it.
+    """
+    if column not in data:
+        raise EnvError(f"{where}: task.data has no {column!r}; it has {', '.join(map(repr, data)) or 'no entries'}")
+    value = data[column]
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not found or any(each is None for each in found):
+        raise EnvError(f"{where}: task.data[{column!r}] is {shown(value)}: it must hold the right answer, or several")
+    return found
+
+
+def _matcher(pattern: re.Pattern[str]) -> Extract:
+    def last(text: str) -> str | None:
+        found: re.Match[str] | None = None
+        for found in pattern.finditer(text):  # noqa: B007 - the last one is wanted
+            pass
+        if found is None:
+            return None
+        group = "answer" if "answer" in pattern.groupindex else 1 if pattern.groups else 0
+        value: str | None = found.group(group)
+        return None if value is None else value.strip()
+
+    return last
+
+
+def _last_line(text: str) -> str | None:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else None
+
+
+def _last_hash(text: str) -> str | None:
+    found = _HASH.findall(text)
+    return found[-1].strip() if found else None
+
+
+def _last_boxed(text: str) -> str | None:
+    # One pass: a text of nothing but opening boxes costs no more than another one.
+    opened: list[int] = []
+    last = -1
+    answer: str | None = None
+    for brace in _BRACES.finditer(text):
+        token = brace.group()
+        if token.endswith("{") and token != "\\{":
+            opened.append(-1 if token == "{" else brace.end())
+        elif token == "}" and opened:
+            start = opened.pop()
+            if start > last:
+                last, answer = start, text[start : brace.start()].strip()
+    return answer
+
 
 _FENCED = re.compile(r"```(?:[ \t]*(?:json|JSON))?[ \t]*\n(.*?)```", re.DOTALL)
 _MOST_STARTS = 1000  # of objects and arrays that are tried in one text
@@ -31,7 +162,7 @@ class ExactMatch(RewardFunction):
 
         Args:
             column: Entry of ``task.data`` with the right answer, or a list of answers that are all right.
-            extract: Where the model's answer stands; see :func:`~turnwise.envs.rewards.answers.extractor`.
+            extract: Where the model's answer stands; see :func:`~turnwise.envs.rewards.matching.extractor`.
             normalize: ``none``, ``space``, ``case`` or ``words``; both sides are brought into that form.
 
         Raises:
@@ -184,3 +315,191 @@ def _last_value(text: str) -> tuple[bool, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+_MOST_CHARACTERS: Final = 200  # of one number
+_MOST_EXPONENT: Final = 400
+# Groups of three digits, or digits without separators; a decimal part; an exponent in one of its spellings.
+_DECIMAL = (
+    r"(?:\d{1,3}(?:(?:,\\!|,|\\,|\{,\})\d{3})+(?![\d])|\d+)?(?:\.\d+|(?<=\d)\.(?!\d))?"
+    r"(?:[eE][+-]?\d+(?![\w])|\s?(?:\\times|\\cdot|[x×*·])\s?10\s?(?:\^|\*\*)\s?(?:\{\s?[+-]?\d+\s?\}|[+-]?\d+))?"
+)
+_FRACTION = r"\\[dt]?frac\s?(?:\{\s?-?\d+\s?\}|\d)\s?(?:\{\s?-?\d+\s?\}|\d)"
+_VALUE = rf"(?:(?:\d+\s?)?{_FRACTION}|(?:\d+\s)?\d+\s?/\s?\d+(?![\d.,]*\d)|(?=\.?\d){_DECIMAL})"
+_NUMBER = re.compile(
+    rf"(?<![\w.])(?P<sign>(?<![\w)}}\]])[-+\N{{MINUS SIGN}}]\s?)?(?:\\?[$€£¥]\s?)?(?P<sign2>[-\N{{MINUS SIGN}}])?"
+    rf"(?P<value>{_VALUE})(?P<percent>\s?\\?%)?"
+)
+_PARTS_OF_FRACTION = re.compile(r"-?\d+")
+_TIMES_TEN = re.compile(r"\s?(?:\\times|\\cdot|[x×*·])\s?10\s?(?:\^|\*\*)\s?\{?\s?([+-]?\d+)\s?\}?$")
+# What makes another number of the one beside it; units do not.
+_FUNCTION_BEFORE = re.compile(r"(?:sqrt|\b(?:log|ln|sin|cos|tan)|√)\s*[({\[]?\s*$")
+_FACTOR_AFTER = re.compile(
+    r"\s*(?:(?:hundred|thousand|million|billion|trillion|dozen)s?\b|\\(?:pi|sqrt)|[π√!]|\^\s*\{?\s*[a-z]|[xyznik]\b)",
+    re.IGNORECASE,
+)
+_WRAPPING = re.compile(r"^(?:\\[(\[]|\\(?:text|mathrm|mathbf)\{|[$(\[{*_`'\"]|\s)+|(?:\\[)\]]|[$)\]}*_`'\".,;:!]|\s)+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that stands in a text.
+
+    Attributes:
+        value: Exactly; of ``50%`` it is 50.
+        percent: Whether a percent sign follows it.
+    """
+
+    value: Fraction
+    percent: bool = False
+
+
+def parse_number(text: str) -> Number | None:
+    r"""Return the number that a text is, or None.
+
+    Understood are signs, thousands separators (``1,234``), decimals, exponents (``1e3``, ``2 \times 10^3``), fractions
+    (``3/4``, ``1 3/4``, ``\frac{3}{4}``), a currency before it and a percent sign behind it. Around it may stand white
+    space, brackets, dollar signs, Markdown emphasis and a full stop.
+    """
+    text = text.strip()
+    if len(text) > 2 * _MOST_CHARACTERS:
+        return None
+    for candidate in (text, _WRAPPING.sub("", text)):
+        found = _NUMBER.fullmatch(candidate)
+        if found is not None:
+            return _read(found)
+    return None
+
+
+def last_number(text: str) -> Number | None:
+    """Return the last number that stands in a text, or None."""
+    found: re.Match[str] | None = None
+    for found in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
+        pass
+    return None if found is None else _read(found)
+
+
+def _read(found: re.Match[str]) -> Number | None:
+    if len(found.group()) > _MOST_CHARACTERS:
+        return None
+    value = _value(found["value"])
+    if value is None:
+        return None
+    signs = f"{found['sign'] or ''}{found['sign2'] or ''}"
+    negative = sum(sign in "-\N{MINUS SIGN}" for sign in signs) % 2
+    return Number(-value if negative else value, found["percent"] is not None)
+
+
+def _value(text: str) -> Fraction | None:
+    if "frac" in text or "/" in text:
+        return _fraction(text)
+    exponent = 0
+    times_ten = _TIMES_TEN.search(text)
+    if times_ten is not None:
+        exponent, text = int(times_ten[1]), text[: times_ten.start()]
+    mantissa, _, shift = re.sub(r",\\!|\\,|\{,\}|,", "", text).lower().partition("e")
+    exponent += int(shift or 0)
+    if abs(exponent) > _MOST_EXPONENT:
+        return None
+    return Fraction(mantissa) * Fraction(10) ** exponent
+
+
+def _fraction(text: str) -> Fraction | None:
+    before, command, rest = text.partition("\\")
+    if not command:
+        numbers = [int(digits) for digits in _PARTS_OF_FRACTION.findall(text)]
+    elif "{" in rest:
+        # \frac{3}{4}, or with one digit bare: \frac3{4}
+        body = re.sub(r"^[dt]?frac\s?", "", rest)
+        numbers = [int(digits) for digits in re.findall(r"-?\d+" if body.startswith("{") else r"^\d|-?\d+", body)]
+    else:
+        numbers = [int(digit) for digit in rest if digit.isdigit()]
+    *whole, above, below = numbers
+    if command and before.strip():
+        whole = [int(before)]
+    if below == 0:
+        return None
+    value = Fraction(above, below)
+    return whole[0] + value if whole else value
+
+
+class Numeric(RewardFunction):
+    """1 where the answer is the right number within a tolerance, else 0.
+
+    A percent sign on one side only may mean either reading: ``50%`` equals 50 as well as 0.5.
+    """
+
+    inline: ClassVar[bool] = True
+
+    def __init__(
+        self, *, column: str = "answer", extract: str = "auto", tolerance: float = 0.0, relative: float = 1e-6
+    ) -> None:
+        r"""Say what is compared, and how closely.
+
+        Args:
+            column: Entry of ``task.data`` with the right number (or its text, also one that ends in ``#### 42``), or a
+                list of numbers that are all right.
+            extract: Where the model's number stands: ``auto`` takes the last ``\boxed{...}``, else the last
+                ``#### ...``, else the last number of the text; the other forms are those of
+                :func:`~turnwise.envs.rewards.matching.extractor`.
+            tolerance: Largest difference that counts as equal.
+            relative: The same as a share of the right number. The larger of both holds.
+
+        Raises:
+            ConfigError: A setting is out of range.
+        """
+        for name, value in (("tolerance", tolerance), ("relative", relative)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ConfigError(f"numeric: {name} is {shown(value)}: it must be a number of at least 0")
+        self._column = column
+        self._extract = None if extract == "auto" else extractor(extract, "numeric")
+        self._tolerance = Fraction(tolerance)
+        self._relative = Fraction(relative)
+
+    def __call__(self, text: str, data: Mapping[str, Any]) -> float:
+        """Compare."""
+        gold = [self._gold(each) for each in gold_answers(data, self._column, "numeric")]
+        answer = self._answer(text)
+        return 0.0 if answer is None else float(any(self._equal(answer, each) for each in gold))
+
+    def _answer(self, text: str) -> Number | None:
+        if self._extract is not None:
+            marked = self._extract(text)
+            return None if marked is None else _marked(marked)
+        for form in ("boxed", "hash"):
+            marked = extract_answer(text, form)
+            if marked is not None:
+                return _marked(marked)
+        return last_number(text)
+
+    def _gold(self, value: Any) -> Number:
+        number: Number | None = None
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            number = Number(Fraction(str(value)))
+        elif isinstance(value, str):
+            number = parse_number(extract_answer(value, "hash") or value)
+        if number is None:
+            raise EnvError(f"numeric: task.data[{self._column!r}] holds {shown(value)}, which is no number")
+        return number
+
+    def _equal(self, answer: Number, gold: Number) -> bool:
+        limit = max(self._tolerance, self._relative * abs(gold.value))
+        if answer.percent and not gold.percent:
+            return any(abs(each - gold.value) <= limit for each in (answer.value, answer.value / 100))
+        if gold.percent and not answer.percent:
+            return abs(answer.value - gold.value) <= limit or abs(100 * answer.value - gold.value) <= limit
+        return abs(answer.value - gold.value) <= limit
+
+
+def _marked(text: str) -> Number | None:
+    r"""Return the number of a marked answer: all of it, or the only one in it (``12 apples``, but not ``12\pi``)."""
+    whole = parse_number(text)
+    if whole is not None:
+        return whole
+    found = list(itertools.islice(_NUMBER.finditer(text), 2))
+    if len(found) != 1:
+        return None
+    start, end = found[0].span()
+    # The end of what stands before it: looked at whole, a text of blanks would take time in the square of its length.
+    another = _FUNCTION_BEFORE.search(text[max(0, start - 20) : start]) or _FACTOR_AFTER.match(text, end)
+    return None if another else _read(found[0])

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal
 
 import orjson
 
-from turnwise.envs.rewards.answers import extract_answer, extractor, gold_answers
 from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.endpoint import PerLoop
+from turnwise.envs.rewards.matching import extract_answer, extractor, gold_answers
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, shown
 
 _WORKER = Path(__file__).with_name("symbolic_worker.py")
@@ -51,7 +51,7 @@ class Symbolic(RewardFunction):
                 ``#### 42``), or a list of answers that are all right.
             extract: Where the model's answer stands: ``auto`` takes the last ``\boxed{...}``, else the last
                 ``#### ...``, else leaves it to math-verify to find it at the end of the text; the other forms are those
-                of :func:`~turnwise.envs.rewards.answers.extractor`.
+                of :func:`~turnwise.envs.rewards.matching.extractor`.
             cpu_seconds: CPU time of one comparison.
             undecided: What a comparison is that takes longer: ``wrong``, or an ``error`` of the episode.
 

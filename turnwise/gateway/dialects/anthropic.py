@@ -24,12 +24,12 @@ from turnwise.gateway.dialects.core import (
     image_part,
     new_id,
     read_sampling,
+    read_template_options,
     read_tool,
     text_part,
     told_call,
 )
-from turnwise.gateway.dialects.response_format import Format, read_response_format
-from turnwise.gateway.dialects.template_options import read_template_options
+from turnwise.gateway.dialects.openai_chat import Format, read_response_format
 from turnwise.gateway.errors import ApiError, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 

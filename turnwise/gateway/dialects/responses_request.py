@@ -20,12 +20,11 @@ from turnwise.gateway.dialects.core import (
     echoed_call,
     image_part,
     read_sampling,
+    read_template_options,
     read_tool,
     text_part,
 )
-from turnwise.gateway.dialects.openai_chat import read_choice
-from turnwise.gateway.dialects.response_format import Format, read_response_format
-from turnwise.gateway.dialects.template_options import read_template_options
+from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
 from turnwise.gateway.errors import ApiError, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 

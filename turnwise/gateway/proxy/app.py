@@ -24,7 +24,7 @@ from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.request import Asked, read_asked, unread
 from turnwise.gateway.proxy.session import TextSession, Usage
 from turnwise.gateway.sessions import GatewaySession, Sessions
-from turnwise.inference.http_process import Receive, Scope, Send
+from turnwise.inference.process import Receive, Scope, Send
 from turnwise.recorder.session import PendingRequest
 from turnwise.types import Message, text_of
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from turnwise.errors import InferenceError, SessionError, StructuredOutputError, TurnwiseError
+from turnwise.gateway.config import SETTINGS, SessionSettings
 from turnwise.gateway.errors import unsupported
-from turnwise.gateway.sessions import SETTINGS, SessionSettings
 from turnwise.model.canonical import Canonical, TemplateArguments
 from turnwise.model.core import LLMClient, ModelInfo, StructuralTags
 from turnwise.recorder.completion import SessionLimits, room_for

@@ -20,7 +20,7 @@ from turnwise.gateway.sessions import GatewaySession
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.tree import PromptPlacement
 from turnwise.rollout.remote.protocol import PREFIX, dump, error_record, load, read_error, read_message, read_params
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, SamplingParams, StopReason, TokenDelta, ToolCall, ToolSchema
 

@@ -15,7 +15,7 @@ from turnwise.agents.core import Agent, Episode, recorded_turns
 from turnwise.errors import AgentError, FormatError, RunnerDisconnected, TurnwiseError, shown
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.server import admin_key
-from turnwise.inference.http_process import Receive, Scope, Send, answer_json, read_body
+from turnwise.inference.process import Receive, Scope, Send, answer_json, read_body
 from turnwise.recorder.session import Session
 from turnwise.rollout.config import RemoteConfig
 from turnwise.rollout.outstanding import Leases

@@ -18,7 +18,7 @@ from turnwise.agents.roles import TRAINED
 from turnwise.errors import TrainError, TurnwiseError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.producer import MemberRule
+from turnwise.rollout.replay.config import MemberRule
 from turnwise.rollout.replay.group_store import GroupStore, versions_of
 from turnwise.rollout.replay.strategies import (
     STALE,

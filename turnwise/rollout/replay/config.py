@@ -8,11 +8,37 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from turnwise.rollout.config import NamedConfig
-from turnwise.rollout.producer import MemberRule
 from turnwise.rollout.replay.strategies import Order, StragglerDeadline
+from turnwise.trajectory import TrajectoryGroup
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
+
+
+FAILED = "failed"
+"""Why such a group is dropped, as it is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRule:
+    """Which groups are whole enough to be trained.
+
+    Attributes:
+        least: Fewest members without an error. At least 1: a group without members teaches nothing, whatever else.
+        whole: Whether no member may have failed.
+    """
+
+    least: int = 1
+    whole: bool = False
+
+    def refuses(self, group: TrajectoryGroup) -> str | None:
+        """Return why a finished group is not trained, or None where it may be."""
+        failed = {each.episode_id for each in group.trajectories if each.error is not None}
+        members = {each.episode_id for each in group.trajectories} - failed
+        if len(members) < max(1, self.least) or (self.whole and (failed or group.failed)):
+            return FAILED
+        return None
+
 
 _TAKES: dict[str, tuple[str, ...]] = {
     "on_policy": (),
@@ -100,6 +126,24 @@ class ReplayConfig(BaseModel):
         if self.strategy.config:
             raise ValueError(f"strategy.config is for a class of your own; give the keys of {name} beside strategy")
         return self
+
+
+DEFAULT_STALENESS = 1
+
+
+def strategy_name(config: ReplayConfig, *, sync: bool) -> str:
+    """Return the name of the strategy, the default's where none is configured."""
+    if config.strategy is not None:
+        return config.strategy.name
+    return "on_policy" if sync else "bounded"
+
+
+def allowed_staleness(config: ReplayConfig, *, sync: bool) -> int | None:
+    """Return the most train steps between what sampled a group and what it trains; None where nothing bounds them."""
+    name = strategy_name(config, sync=sync)
+    if name == "on_policy":
+        return 0
+    return DEFAULT_STALENESS if name == "bounded" and config.max_staleness is None else config.max_staleness
 
 
 @dataclass(frozen=True, slots=True)

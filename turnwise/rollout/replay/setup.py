@@ -8,28 +8,205 @@ be trained in time: with ``wait`` nothing is dropped, and with ``drop`` only wha
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import difflib
-from collections.abc import Callable
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown
 from turnwise.plugins import load_class_from_fqn
-from turnwise.rollout.core import ReplayBuffer
+from turnwise.rollout.config import NamedConfig
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.custom import CustomReplayBuffer, custom_buffer_class
+from turnwise.rollout.replay.config import DEFAULT_STALENESS, ReplayConfig, RunFacts, allowed_staleness, strategy_name
 from turnwise.rollout.replay.strategies import (
     Arrival,
     Bounded,
     Filtered,
+    GroupFacts,
     Mixed,
     OnPolicy,
     Prioritized,
     Strategy,
     stored_groups,
 )
+from turnwise.trajectory import TrajectoryGroup
+
+BUFFER_KEY = "replay.buffer"
+_EXAMPLE = "return self.take(ids, global_steps), which is a batch and its metrics"
+
+
+def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
+    """Return the class that ``replay.buffer`` names.
+
+    Raises:
+        ConfigError: It is not there, or is no buffer that can be overridden.
+    """
+    found = load_class_from_fqn(name, BUFFER_KEY)
+    if not issubclass(found, LocalReplayBuffer):
+        raise ConfigError(
+            f"{BUFFER_KEY} {name!r} is no replay buffer: subclass turnwise.LocalReplayBuffer, override sample"
+        )
+    wanted = ["global_steps", "partition_id", "batch_size"]
+    has = list(inspect.signature(found.sample).parameters)[1:]
+    if has[:3] != wanted:
+        raise ConfigError(
+            f"{BUFFER_KEY} {name!r}: sample takes ({', '.join(has)}); it is called with ({', '.join(wanted)}) by "
+            "position"
+        )
+    return found
+
+
+class CustomReplayBuffer(ReplayBuffer):
+    """Calls a user's ``sample`` and checks what it returns.
+
+    A plain ``def sample`` runs in a thread, where it may block; an ``async def`` on the event loop. While it waits for
+    groups to train, those that it discarded are replaced.
+
+    Args:
+        name: The reference, for messages.
+        inner: The user's buffer.
+        strategy: Says what a batch lacks.
+    """
+
+    def __init__(self, name: str, inner: LocalReplayBuffer, strategy: Strategy) -> None:
+        self._name = name
+        self._inner = inner
+        self._strategy = strategy
+        self._refill: Callable[[int], bool] | None = None
+
+    @classmethod
+    def make(cls, named: NamedConfig, strategy: Strategy, **inherited: Any) -> CustomReplayBuffer:
+        """Make the buffer that the configuration names.
+
+        Args:
+            named: Its reference, and its own arguments.
+            strategy: What the inherited ``sample`` chooses by.
+            inherited: Further arguments of every :class:`LocalReplayBuffer`.
+
+        Raises:
+            ConfigError: It is not there, or cannot be made.
+        """
+        found = custom_buffer_class(named.name)
+        try:
+            return cls(named.name, found(strategy=strategy, **inherited, **named.config), strategy)
+        except TypeError as error:
+            raise ConfigError(
+                f"{BUFFER_KEY} {named.name!r} cannot be made: {error}. Its __init__ takes its own arguments and "
+                "**inherited, which it hands on: super().__init__(**inherited)"
+            ) from error
+
+    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
+        """Wait for and hand out the groups that the user's ``sample`` chooses.
+
+        Raises:
+            TurnwiseError: No further group will come, or it raised this.
+            TrainError: It raised something else, or returned something else than a batch and its metrics.
+        """
+        started = time.monotonic()
+        self._inner.refills = False
+        try:
+            async with self._refilled(global_steps, partition_id, batch_size):
+                found = await self._asked(global_steps, partition_id, batch_size)
+        except TurnwiseError:
+            raise
+        except Exception as error:  # a user's class: what it raises is named as its own
+            raise TrainError(
+                f"{self._name}.sample raised {type(error).__name__} at step {global_steps}: {error}"
+            ) from error
+        ref, metrics = self._checked(found)
+        return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
+
+    async def _asked(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        sample: Callable[..., Any] = self._inner.sample
+        if inspect.iscoroutinefunction(sample):
+            return await sample(global_steps, partition_id, batch_size)
+        found = await self._inner.in_thread(lambda: sample(global_steps, partition_id, batch_size))
+        return await found if inspect.isawaitable(found) else found
+
+    def _checked(self, found: Any) -> tuple[BatchRef, dict[str, float]]:
+        match found:
+            case (BatchRef() as ref, Mapping() as metrics):
+                pass
+            case _:
+                raise TrainError(f"{self._name}.sample returned {shown(found)}: {_EXAMPLE}")
+        for key, value in metrics.items():
+            if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TrainError(
+                    f"{self._name}.sample returned the metric {key!r}: {shown(value)}; metrics are numbers"
+                )
+        return ref, {key: float(value) for key, value in metrics.items()}
+
+    @contextlib.asynccontextmanager
+    async def _refilled(self, step: int, partition_id: str, batch_size: int) -> AsyncIterator[None]:
+        """Ask for as many groups as can no longer come together to a batch, as long as the block runs."""
+        if partition_id != "train" or self._refill is None:
+            yield
+            return
+        feeding = asyncio.create_task(self._feed(self._refill, step, batch_size))
+        feeding.add_done_callback(self._fed)
+        try:
+            yield
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+    async def _feed(self, refill: Callable[[int], bool], step: int, batch_size: int) -> None:
+        inner = self._inner
+        while True:
+            missing = self._strategy.lacks(inner.ready("train"), inner.flying("train"), step, batch_size)
+            # The inherited sample asks by itself, and takes a smaller batch where nothing more is asked for.
+            if missing > 0 and not inner.refills and not refill(missing):
+                inner.fail(TrainError(f"step {step}: groups were discarded, and nobody asks for others in their place"))
+                return
+            await inner.changed()
+
+    def _fed(self, feeding: asyncio.Task[None]) -> None:
+        """End what waits for groups that nobody asks for any more."""
+        if not feeding.cancelled() and (error := feeding.exception()) is not None:
+            self._inner.fail(error)
+
+    async def put(self, group: TrajectoryGroup) -> None:
+        """Take a finished group."""
+        await self._inner.put(group)
+
+    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
+        """Return the groups of a batch."""
+        return await self._inner.fetch(ref, fields)
+
+    async def release(self, ref: BatchRef) -> None:
+        """Forget a batch."""
+        await self._inner.release(ref)
+
+    def fail(self, error: BaseException) -> None:
+        """Make every waiting and later ``sample`` raise."""
+        self._inner.fail(error)
+
+    def expect(self, request: RolloutRequest, version: int) -> bool:
+        """Learn that a group was asked for."""
+        return self._inner.expect(request, version)
+
+    def refill_by(self, refill: Callable[[int], bool]) -> None:
+        """Set who asks for further groups."""
+        self._refill = refill
+        self._inner.refill_by(refill)
+
+    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+        """Set who is told of groups that will never be trained."""
+        self._inner.drops_to(told)
+
+    def reissued(self) -> None:
+        """Count what is played anew."""
+        self._inner.reissued()
+
+    def discard(self, keys: Collection[str], why: str) -> None:
+        """Forget groups that were asked for."""
+        self._inner.discard(keys, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +237,7 @@ class StalenessBound:
         return max(0, (later + 1) * self.groups - taken - outstanding)
 
 
-KEY = "replay.strategy"
-DEFAULT_STALENESS = 1
+STRATEGY_KEY = "replay.strategy"
 
 
 Maker: TypeAlias = Callable[[ReplayConfig, RunFacts], Strategy]
@@ -100,21 +276,6 @@ STRATEGIES: dict[str, Maker] = {
 }
 
 
-def strategy_name(config: ReplayConfig, *, sync: bool) -> str:
-    """Return the name of the strategy, the default's where none is configured."""
-    if config.strategy is not None:
-        return config.strategy.name
-    return "on_policy" if sync else "bounded"
-
-
-def allowed_staleness(config: ReplayConfig, *, sync: bool) -> int | None:
-    """Return the most train steps between what sampled a group and what it trains; None where nothing bounds them."""
-    name = strategy_name(config, sync=sync)
-    if name == "on_policy":
-        return 0
-    return DEFAULT_STALENESS if name == "bounded" and config.max_staleness is None else config.max_staleness
-
-
 def allowed_uses(config: ReplayConfig, facts: RunFacts) -> int:
     """Return how many steps may train a group. Raises ConfigError as :func:`make_strategy`."""
     strategy = make_strategy(config, facts)
@@ -139,16 +300,19 @@ def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
         close = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"{KEY} is {name!r}; {hint}known: {', '.join(STRATEGIES)}, or a class of your own as path/to/file.py:Class"
+            f"{STRATEGY_KEY} is {name!r}; {hint}known: {', '.join(STRATEGIES)}, or a class of your own as "
+            "path/to/file.py:Class"
         )
-    found = load_class_from_fqn(name, KEY)
+    found = load_class_from_fqn(name, STRATEGY_KEY)
     if not issubclass(found, Strategy):
-        raise ConfigError(f"{KEY} {name!r} is no strategy: subclass turnwise.rollout.replay.strategies.Strategy")
+        raise ConfigError(
+            f"{STRATEGY_KEY} {name!r} is no strategy: subclass turnwise.rollout.replay.strategies.Strategy"
+        )
     arguments = {} if config.strategy is None else config.strategy.config
     try:
         return found(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{KEY} {name!r} cannot be made with its config {arguments}: {error}") from error
+        raise ConfigError(f"{STRATEGY_KEY} {name!r} cannot be made with its config {arguments}: {error}") from error
 
 
 def check_replay(config: ReplayConfig, facts: RunFacts) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from turnwise.sandboxes.checker.context import SECRET, CheckContext, CheckFailed, CheckSkipped
 from turnwise.sandboxes.core import ExecResult, Sandbox
 
-_PROGRAMS: Final = Path(__file__).parent / "programs"
+_PROGRAMS: Final = Path(__file__).parent / "programs.py"
 _INSIDE: Final = ".turnwise-attacks"
 _NO_PYTHON: Final = "there is no python3 inside: name an image with one, or mount one (spec.mounts and spec.env)"
 
@@ -88,11 +88,10 @@ class Fixtures:
         if sandbox.id not in self._taught:
             if not (await sandbox.exec(["python3", "-c", ""])).ok:
                 raise CheckSkipped(_NO_PYTHON)
-            for program in _PROGRAMS.glob("*.py"):
-                await sandbox.write_file(f"{_INSIDE}/{program.name}", program.read_bytes())
+            await sandbox.write_file(f"{_INSIDE}/{_PROGRAMS.name}", _PROGRAMS.read_bytes())
             self._taught.add(sandbox.id)
         # What the attack is told is no part of its command line, for which it may look in /proc.
-        command = ["python3", "-B", "-E", "-S", f"{_INSIDE}/run.py", name]
+        command = ["python3", "-B", "-E", "-S", f"{_INSIDE}/{_PROGRAMS.name}", name]
         return await sandbox.exec(command, timeout=timeout, stdin=json.dumps(given).encode())
 
     async def attack(self, sandbox: Sandbox, name: str, given: dict[str, Any], *, may_die: bool = False) -> list[str]:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Final
 from turnwise.errors import SandboxError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Mount, Sandbox, SandboxBackend, SandboxSpec
 from turnwise.sandboxes.docker import engine as owner
+from turnwise.sandboxes.docker.engine import DockerOptions
 from turnwise.sandboxes.docker.pool import ContainerPool
 from turnwise.sandboxes.docker.sandbox import DockerSandbox
-from turnwise.sandboxes.docker.settings import DockerOptions
 
 _SEEN: Final = "/run/turnwise-seen"
 _LOOK: Final = r"""
@@ -30,7 +30,7 @@ class DockerBackend(SandboxBackend):
     """Sandboxes that are containers.
 
     Args:
-        options: The keys of :class:`~turnwise.sandboxes.docker.settings.DockerOptions`.
+        options: The keys of :class:`~turnwise.sandboxes.docker.engine.DockerOptions`.
 
     Raises:
         ConfigError: One is unknown, or has a value that is none.

@@ -38,8 +38,8 @@ from turnwise.sandboxes.core import (
 )
 from turnwise.sandboxes.docker import scripts
 from turnwise.sandboxes.docker.commands import CommandKiller, Commands
+from turnwise.sandboxes.docker.engine import HOME, TMP, user_of
 from turnwise.sandboxes.docker.pool import ContainerPool
-from turnwise.sandboxes.docker.settings import HOME, TMP, user_of
 from turnwise.sandboxes.docker.streams import Output, Stream
 from turnwise.sandboxes.forwarding import listen_in
 

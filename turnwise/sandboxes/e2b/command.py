@@ -53,7 +53,7 @@ def starting(what: str) -> Iterator[None]:
         yield
     except e2b.AuthenticationException as error:
         raise SandboxUnavailable(f"E2B does not take the API key: {error}") from error
-    except Exception as error:
+    except Exception as error:  # of the SDK, its HTTP client or its transport: raised again as an own error
         status = error.status_code if isinstance(error, e2b.SandboxException) else None
         wrong = isinstance(error, e2b.NotFoundException | e2b.InvalidArgumentException | e2b.TemplateException)
         if wrong or status in {400, 403, 404}:

@@ -23,10 +23,20 @@ from turnwise.errors import ConfigError, SandboxStartError, SandboxUnavailable, 
 from turnwise.sandboxes import packing
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, SandboxSpec
 from turnwise.sandboxes.local import isolation_probe as ladder
-from turnwise.sandboxes.local.boot import groups, removal
+from turnwise.sandboxes.local.boot import groups, keep
 from turnwise.sandboxes.local.channel import Launcher
-from turnwise.sandboxes.local.isolation import Isolation, IsolationLevel, find_groups
-from turnwise.sandboxes.local.mount_plan import COPIED, HOME, INSIDE, KEPT, USER, Origin, Place
+from turnwise.sandboxes.local.mount_plan import (
+    COPIED,
+    HOME,
+    INSIDE,
+    KEPT,
+    USER,
+    Isolation,
+    IsolationLevel,
+    Origin,
+    Place,
+    find_groups,
+)
 from turnwise.sandboxes.local.sandbox import LocalSandbox
 
 
@@ -86,7 +96,7 @@ class Snapshots:
         if kept.dropped and not kept.users:
             del self._kept[name]
             if kept.origin.snapshot is not None:
-                removal.remove(str(kept.origin.snapshot))
+                keep.remove(str(kept.origin.snapshot))
             self.release(name)
 
 
@@ -236,7 +246,7 @@ def reap_folders(folder: Path) -> int:
 def remove_folder(folder: Path) -> None:
     """Remove a state folder with its control groups; where one of these stays, so does it, for the next who reaps."""
     if groups.remove_all(str(folder)):
-        removal.remove(str(folder))
+        keep.remove(str(folder))
 
 
 def _held(found: Path) -> bool:
@@ -441,7 +451,7 @@ class LocalBackend(SandboxBackend):
             keeping.add_done_callback(lambda done: _gone(done, folder))
             raise
         if wrong:
-            await asyncio.to_thread(removal.remove, str(folder))
+            await asyncio.to_thread(keep.remove, str(folder))
             raise SandboxStartError(f"the files of sandbox {sandbox.id} could not be kept: {wrong}")
         layers = (folder / "top", *origin.layers) if self.rung.overlay else (folder / "top",)
         self._snapshots.add(name, Origin(origin.image, folder, layers), sandbox.spec.snapshot)
@@ -460,7 +470,7 @@ class LocalBackend(SandboxBackend):
 
 def _gone(keeping: asyncio.Future[str], folder: Path) -> None:
     if not keeping.cancelled() and keeping.exception() is None:
-        removal.remove(str(folder))
+        keep.remove(str(folder))
 
 
 def replace_snapshot(spec: SandboxSpec, name: str) -> SandboxSpec:

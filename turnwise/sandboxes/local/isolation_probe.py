@@ -9,16 +9,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from turnwise.errors import SandboxError, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, SandboxSpec
 from turnwise.sandboxes.local.boot import landlock, seccomp
-from turnwise.sandboxes.local.isolation import Groups, IsolationLevel, find_groups
-from turnwise.sandboxes.local.sandbox import LocalSandbox
-
-if TYPE_CHECKING:
-    from turnwise.sandboxes.local.backend import LocalBackend
+from turnwise.sandboxes.local.mount_plan import Groups, IsolationLevel, find_groups
+from turnwise.sandboxes.local.sandbox import LocalSandbox, SandboxHost
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +28,7 @@ _REMEDY: Final = (
 
 
 async def select_isolation(
-    backend: LocalBackend, wanted: str, uid: int | None, without: frozenset[str]
+    backend: SandboxHost, wanted: str, uid: int | None, without: frozenset[str]
 ) -> tuple[IsolationLevel, Capabilities]:
     """Return the best rung that works and what it holds back; a weaker one than is there is taken only by name.
 
@@ -102,7 +99,7 @@ def _version(program: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", done.stdout)[:3])
 
 
-async def _try_isolation(backend: LocalBackend, rung: IsolationLevel) -> Capabilities:
+async def _try_isolation(backend: SandboxHost, rung: IsolationLevel) -> Capabilities:
     """Start a sandbox on a rung, look around in it, and return what it holds back."""
     workspace = backend.place("probe").state / "probe"
     workspace.mkdir(exist_ok=True)

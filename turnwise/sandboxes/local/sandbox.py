@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 from turnwise.errors import (
     SandboxDied,
@@ -23,13 +23,40 @@ from turnwise.errors import (
     shown,
 )
 from turnwise.sandboxes import archives
-from turnwise.sandboxes.core import MAX_FILE, MAX_OUTPUT, Command, ExecResult, Sandbox, SandboxSpec
+from turnwise.sandboxes.core import MAX_FILE, MAX_OUTPUT, Capabilities, Command, ExecResult, Sandbox, SandboxSpec
 from turnwise.sandboxes.local import mount_plan as plans
-from turnwise.sandboxes.local.channel import Channel, Refused, Request, in_memory, retrieved
+from turnwise.sandboxes.local.channel import Channel, Launcher, Refused, Request, in_memory, retrieved
+from turnwise.sandboxes.local.mount_plan import IsolationLevel, Origin, Place
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
 
-if TYPE_CHECKING:
-    from turnwise.sandboxes.local.backend import LocalBackend
+
+class SandboxHost(Protocol):
+    """What a sandbox needs of the backend that made it."""
+
+    rung: IsolationLevel
+    capabilities: Capabilities
+    launcher: Launcher
+
+    async def begin(self) -> None:
+        """Make what all sandboxes need, once."""
+
+    def try_rung(self, rung: IsolationLevel, program: str) -> None:
+        """Take a rung to try sandboxes on."""
+
+    def place(self, name: str) -> Place:
+        """Return the host's folders of one sandbox."""
+
+    def origin(self, sandbox: LocalSandbox) -> Origin:
+        """Return what a sandbox begins from."""
+
+    def forget(self, sandbox: LocalSandbox) -> None:
+        """Take note that a sandbox is closed."""
+
+    async def keep(self, sandbox: LocalSandbox) -> str:
+        """Keep a sandbox's files as they are now, and return the snapshot's name."""
+
+    async def fork(self, sandbox: LocalSandbox) -> LocalSandbox:
+        """Start a sandbox from the files of another one."""
 
 
 def exec_request(command: Command, cwd: str, env: Mapping[str, str] | None) -> dict[str, Any]:
@@ -80,7 +107,7 @@ class LocalSandbox(Sandbox):
 
     backend: ClassVar[str] = "local"
 
-    def __init__(self, backend: LocalBackend, spec: SandboxSpec, name: str) -> None:
+    def __init__(self, backend: SandboxHost, spec: SandboxSpec, name: str) -> None:
         self.spec = spec
         self.id = name
         self._backend = backend

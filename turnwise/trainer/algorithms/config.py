@@ -16,7 +16,6 @@ from turnwise.trainer.algorithms.advantages import (
     WITH_GROUPS,
     advantage_fn,
 )
-from turnwise.trainer.algorithms.aggregation import LossAggregation
 from turnwise.trainer.algorithms.correction import CorrectionConfig
 from turnwise.trainer.algorithms.credit import CreditConfig
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES, CRITIC_ARGUMENTS
@@ -29,6 +28,7 @@ from turnwise.trainer.algorithms.losses import (
     SELECT_DATA,
     find_loss,
 )
+from turnwise.trainer.algorithms.losses.core import LossAggregation
 from turnwise.trainer.algorithms.registry import Chosen, bind
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.algorithms.kl import KLTerm
-from turnwise.trainer.algorithms.losses import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
-from turnwise.trainer.algorithms.losses.kl import kl_penalty
+from turnwise.trainer.algorithms.kl import KLTerm, kl_penalty
+from turnwise.trainer.algorithms.losses.core import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap
+from turnwise.trainer.algorithms.losses.policy import ppo_clip_loss
 from turnwise.trainer.algorithms.registry import Chosen
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.model.policy import TokenScores

@@ -18,7 +18,7 @@ from turnwise.trainer.algorithms.gae import TokenAdvantages
 from turnwise.trainer.algorithms.registry import Chosen
 from turnwise.trainer.algorithms.rewards import RowKey, StepRewards
 from turnwise.trainer.batch.packing import TrainRow, pack
-from turnwise.trainer.config.batch import BatchConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.model.critic import Critic
 from turnwise.trajectory import TrainSample, Trajectory
 

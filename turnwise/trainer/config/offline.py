@@ -9,17 +9,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath
 from turnwise.inference.config import RendererConfig
-from turnwise.trainer.algorithms.aggregation import LossAggregation
-from turnwise.trainer.config.train import (
+from turnwise.trainer.algorithms.losses.core import LossAggregation
+from turnwise.trainer.config.policy import (
     ModelConfig,
     OptimConfig,
     PolicyConfig,
     PositiveFloat,
     PositiveInt,
-    RunName,
     ScheduleConfig,
 )
-from turnwise.trainer.observe.loggers.core import LoggersConfig
+from turnwise.trainer.config.train import RunName
+from turnwise.trainer.observe.loggers import LoggersConfig
 
 NotNegative = Annotated[float, Field(ge=0)]
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from turnwise.config import ConfigPath, ConfigReference
-from turnwise.errors import RegistryError
 from turnwise.evaluation.config import EvalPlan
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.producer import MemberRule
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts
+from turnwise.rollout.replay.config import MemberRule, ReplayConfig, RunFacts, allowed_staleness
 from turnwise.rollout.replay.strategies import StragglerDeadline
-from turnwise.tasks import TasksConfig
-from turnwise.tasks.order import CurriculumConfig
+from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.config.batch import BatchConfig, check_leftover
-from turnwise.trainer.model.lora import LoRAConfig
-from turnwise.trainer.observe.loggers.core import LoggersConfig
-from turnwise.trainer.run.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
-from turnwise.trainer.run.hooks import HookNames
-from turnwise.types import StopReason
-
-PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
+from turnwise.trainer.config.policy import PolicyConfig, PositiveInt, Section
+from turnwise.trainer.observe.loggers import LoggersConfig
 
 
 class TrainEvalConfig(EvalPlan):
@@ -89,6 +82,178 @@ class CheckpointConfig(BaseModel):
             )
 
 
+class TailConfig(BaseModel):
+    """How long a step waits for the last groups of its batch.
+
+    Attributes:
+        seconds: So long after ``share`` of the groups is there it takes what is there.
+        share: Of the groups of the batch; at least so many are trained.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    share: Annotated[float, Field(gt=0, le=1)] = 0.9
+
+
+class BatchConfig(BaseModel):
+    """What a train step is made of.
+
+    Attributes:
+        groups: Groups per step (``rollout.group_size`` trajectories each).
+        over_sample: ``sync``: so many times ``groups`` are started, and the first to finish are trained.
+        tail: How long a step waits for the last groups; None waits for all of them.
+        leftover: What becomes of groups that a step started and did not wait for: ``carry``, they are finished and
+            count for the next step; ``cancel``, their episodes end. By default they are carried where ``replay`` allows
+            groups of older weights. What would be too old in the next step is cancelled in either case.
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass; more needs more memory.
+        max_tokens_per_row: Longer rows are cut; what is cut off is counted. None cuts nothing.
+        share_prefixes: Compute once what rows of a micro-batch have in common at their beginning (the prompt of a
+            group, the history of branches). The result is the same.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    groups: PositiveInt = 16
+    over_sample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    tail: TailConfig | None = None
+    leftover: Literal["carry", "cancel"] | None = None
+    max_tokens_per_micro_batch: PositiveInt = 4096
+    max_tokens_per_row: PositiveInt | None = None
+    share_prefixes: bool = True
+
+    @model_validator(mode="after")
+    def _something_is_left(self) -> Self:
+        if self.leftover is not None and self.tail is None and self.started == self.groups:
+            raise ValueError(
+                f"leftover is {self.leftover}, but every group that is started is waited for: remove it, or give "
+                "over_sample or tail"
+            )
+        return self
+
+    @property
+    def started(self) -> int:
+        """How many groups a step of ``sync`` starts where all of its batch are fresh."""
+        return self.starts(self.groups)
+
+    def starts(self, fresh: int) -> int:
+        """Return how many groups a step of ``sync`` starts that takes so many fresh ones."""
+        # Rounded: 1.1 times 10 is 11.000000000000002, and 11 is meant.
+        return math.ceil(round(fresh * self.over_sample, 6))
+
+
+def check_leftover(batch: BatchConfig, replay: ReplayConfig, *, sync: bool) -> None:
+    """Refuse what the mode or the replay strategy does not allow.
+
+    Raises:
+        ValueError: What is wrong, and what to do.
+    """
+    if not sync and (batch.over_sample > 1 or batch.leftover == "cancel"):
+        key = f"over_sample is {batch.over_sample:g}" if batch.over_sample > 1 else "leftover is cancel"
+        raise ValueError(
+            f"batch.{key}, but an asynchronous mode always has further groups on their way, and carries them: remove "
+            "it (replay.ahead says how many)"
+        )
+    if batch.leftover == "carry" and allowed_staleness(replay, sync=sync) == 0:
+        raise ValueError(
+            "batch.leftover is carry, but replay trains no group that older weights began: set replay.strategy to "
+            "bounded, with replay.max_staleness 1 or more, or batch.leftover to cancel"
+        )
+
+
+_UNITS: Final = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
+
+
+_FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
+
+
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
+
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMB]?)")
+
+
+UNKNOWN_STEPS: Final = 10**9
+"""How many steps a run has where nobody can tell yet: its schedule has not begun to fall."""
+
+
+def read_duration(value: object) -> object:
+    """Return seconds for ``2h30m``, ``90s`` or ``1.5d``; anything else as it is.
+
+    Raises:
+        ValueError: A text that is no duration.
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.replace(" ", "")
+    if not _DURATION.fullmatch(text):
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError("seconds, or a duration such as 90s, 45m, 2h30m or 1d") from None
+    return math.fsum(float(part[:-1]) * _UNITS[part[-1]] for part in re.findall(r"[\d.]+[dhms]", text))
+
+
+def read_count(value: object) -> object:
+    """Return a number for ``500k``, ``2M`` or ``1.5B``; anything else as it is.
+
+    Raises:
+        ValueError: A text that is no count.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _COUNT.fullmatch(value.replace("_", "").replace(",", ""))
+    if match is None:
+        raise ValueError("a number, or one such as 500k, 2M or 1.5B")
+    return round(float(match[1]) * _FACTORS[match[2]])
+
+
+Count: TypeAlias = Annotated[int, BeforeValidator(read_count), Field(gt=0)]
+
+
+Seconds: TypeAlias = Annotated[float, BeforeValidator(read_duration), Field(gt=0, allow_inf_nan=False)]
+
+
+class BudgetConfig(BaseModel):
+    """What a run may spend besides ``steps``. It ends after the step in which the first of them is spent.
+
+    Attributes:
+        trained_tokens: Sampled tokens that were trained, each counted once however many epochs a step has.
+        sampled_tokens: Tokens that the policy sampled for training; evaluation counts in none.
+        wall_time: Seconds, or a duration such as ``2h30m``, over all processes of the run: loading and evaluation
+            included. One that is killed counts up to its last checkpoint.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    trained_tokens: Count | None = None
+    sampled_tokens: Count | None = None
+    wall_time: Seconds | None = None
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """What may be spent, by name; what has no limit is left out."""
+        given = {
+            "trained_tokens": self.trained_tokens,
+            "sampled_tokens": self.sampled_tokens,
+            "wall_time": self.wall_time,
+        }
+        return {name: float(limit) for name, limit in given.items() if limit is not None}
+
+
+def check_limits(steps: int | None, config: BudgetConfig) -> None:
+    """Refuse a run without an end.
+
+    Raises:
+        ValueError: Neither ``steps`` nor a budget is given.
+    """
+    if steps is None and not config.limits:
+        raise ValueError(
+            "steps is missing, and so is every budget: give steps, or budget.trained_tokens, budget.sampled_tokens or "
+            "budget.wall_time (such as 2h30m)"
+        )
+
+
 Mode: TypeAlias = Literal["sync", "colocate_async", "separate_async"]
 
 
@@ -143,172 +308,19 @@ def check_mode(mode: Mode, overlap: OverlapConfig, *, groups: int, passes: int) 
         )
 
 
-PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
-Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-
 RunName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """A name that is also a directory's."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-class ModelConfig(_Section):
-    """The model that is trained, and where.
-
-    Attributes:
-        path: Directory of a Hugging Face causal language model. Nothing is downloaded.
-        device: A torch device; ``auto`` is the first GPU where there is one, else the CPU.
-        compute_dtype: What matrix products are computed in. Parameters and optimizer state are float32.
-        threads: CPU threads of the trainer process; by default torch decides.
-        gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
-        lora: Train low-rank adapters and leave the model as it is; None trains all of it.
-    """
-
-    path: ConfigPath
-    device: str = "auto"
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: PositiveInt | None = None
-    gradient_checkpointing: bool = False
-    lora: LoRAConfig | None = None
-
-    @property
-    def continues_adapter(self) -> bool:
-        """Whether training begins with an adapter, so that the model in ``path`` is not what it begins with."""
-        return self.lora is not None and self.lora.path is not None
+HookNames: TypeAlias = Annotated[tuple[ConfigReference, ...], BeforeValidator(_listed)]
+"""What ``hooks`` takes in a configuration: one reference, or several."""
 
 
-class MuonConfig(_Section):
-    """Muon, which updates the weight matrices where ``optim.name`` is ``muon``.
-
-    Attributes:
-        lr: Its learning rate (that of AdamW is ``optim.lr``).
-        momentum: Share of the old momentum that stays in a step.
-        weight_decay: Decoupled, for these matrices.
-        adjust_lr: How the rate depends on a matrix's shape: ``original`` (rows over columns, Jordan 2024) or
-            ``match_rms_adamw`` (updates as large as AdamW's, arXiv:2502.16982).
-    """
-
-    lr: PositiveFloat = 0.02
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-
-
-class OptimConfig(_Section):
-    """How gradients become updates.
-
-    Attributes:
-        name: ``adamw`` for all parameters, or ``muon`` for weight matrices and AdamW for the rest (embeddings, output
-            matrix, norms, biases).
-        lr: Peak learning rate of AdamW.
-        betas: Decay rates of AdamW's first and second moment.
-        eps: Added to AdamW's denominator.
-        weight_decay: Decoupled; matrices only, norms and biases never decay.
-        max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
-        muon: Read where ``name`` is ``muon``.
-    """
-
-    name: Literal["adamw", "muon"] = "adamw"
-    lr: PositiveFloat = 1e-6
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: PositiveFloat | None = 1.0
-    muon: MuonConfig = MuonConfig()
-
-
-class ScheduleConfig(_Section):
-    """How the learning rate changes over a run; all rates are multiplied by the same factor.
-
-    Attributes:
-        kind: After warm-up: ``constant``; ``linear`` or ``cosine`` down to ``min_ratio`` at the end; or ``wsd``
-            (warm-up, stable, decay): constant, then linear down over the last ``decay_fraction`` of all steps.
-        warmup_steps: Steps over which the factor rises to 1 (the first step has 1/warmup_steps).
-        min_ratio: The factor at the end of a decay.
-        decay_fraction: Read by ``wsd``.
-    """
-
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    min_ratio: Fraction = 0.0
-    decay_fraction: Fraction = 0.4
-
-
-class CriticConfig(_Section):
-    """What ``algorithm.advantage: gae`` asks how well it goes from here (``trainer/model/critic.py``).
-
-    Attributes:
-        kind: ``own``, a model of its own; or ``shared``, a value head on the policy's model, whose loss is added to the
-            policy's and goes through the layers in the same backward pass.
-        path: ``own``: directory of the model that it starts from (same tokenizer), or of a critic that was saved; None
-            is the policy's.
-        optim: How its gradients become updates; of ``shared`` the head's (the layers are the policy's to update).
-        schedule: How its learning rate changes.
-        value_clip: How far a value may move with profit in a train step, in units of reward; None does not clip.
-        coef: ``shared``: weight of its loss beside the policy's; None is 0.5.
-        warmup_steps: In so many first train steps the critic learns alone: the policy stays as it is, and so do the
-            layers that it shares.
-        bootstrap: Stop reasons after which something was still to come: the critic's value of the last state counts as
-            if it had been earned. After all others nothing is: an episode ended, or a limit that is part of its task
-            ended it.
-    """
-
-    kind: Literal["own", "shared"] = "own"
-    path: ConfigPath | None = None
-    optim: OptimConfig = OptimConfig(lr=1e-5)
-    schedule: ScheduleConfig = ScheduleConfig()
-    value_clip: PositiveFloat | None = 0.2
-    coef: PositiveFloat | None = None
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    bootstrap: tuple[StopReason, ...] = (StopReason.ENV_TRUNCATED, StopReason.TIMEOUT, StopReason.INTERRUPTED)
-
-    @model_validator(mode="after")
-    def _fits_its_kind(self) -> Self:
-        if self.kind == "shared" and self.path is not None:
-            raise ValueError(f"path is {self.path}, but a shared critic is a head on the policy's model: remove it")
-        if self.kind == "own" and self.coef is not None:
-            raise ValueError(f"coef is {self.coef:g}, but an own critic has a loss of its own: remove it, set optim.lr")
-        if never := set(self.bootstrap) & {StopReason.COMPLETED, StopReason.ERROR, StopReason.CANCELLED}:
-            raise ValueError(f"bootstrap holds {min(never)}, after which nothing comes that a critic could foresee")
-        return self
-
-
-class PolicyConfig(_Section):
-    """One policy: its model and how it learns.
-
-    Attributes:
-        model: The model.
-        optim: How gradients become updates.
-        schedule: How the learning rate changes.
-        engine: What computes (``trainer/engines``): a registered name, or a class of your own as ``pkg.mod:Class``.
-        engine_options: Options of that engine by name.
-        critic: What ``algorithm.advantage: gae`` reads; it stands here because a critic judges one policy.
-    """
-
-    model: ModelConfig
-    optim: OptimConfig = OptimConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    engine: ConfigReference = "torch"
-    engine_options: dict[str, Any] = Field(default_factory=dict)
-    critic: CriticConfig | None = None
-
-    @model_validator(mode="after")
-    def _has_an_engine(self) -> Self:
-        if self.engine == "torch" and not self.engine_options:
-            # Importing it takes seconds, and every configuration is checked.
-            return self
-        from turnwise.trainer.learn.learner import chosen_engine
-
-        try:
-            chosen_engine(self)
-        except RegistryError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """``turnwise train``.
 
     Attributes:

@@ -13,7 +13,9 @@ import numpy.typing as npt
 
 from turnwise.chat.model_dir import read_model_dir
 from turnwise.errors import ConfigError, InferenceError, RenderError
-from turnwise.gateway.frozen import FrozenConfig, FrozenPolicies, FrozenPolicy
+from turnwise.gateway.config import FrozenConfig
+from turnwise.gateway.frozen import FrozenPolicies
+from turnwise.model.core import FrozenPolicy
 from turnwise.trainer.algorithms.config import DistillConfig
 from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
 from turnwise.trainer.batch.experience import Experience

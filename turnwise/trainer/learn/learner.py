@@ -19,7 +19,7 @@ from turnwise.plugins import load_object
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.algorithms.registry import Chosen, bind, enter, find
 from turnwise.trainer.batch.packing import MicroBatch
-from turnwise.trainer.config.train import PolicyConfig
+from turnwise.trainer.config.policy import PolicyConfig
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError, TrainError
-from turnwise.trainer.config.train import OptimConfig, ScheduleConfig
+from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
 
 
 def schedule_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:

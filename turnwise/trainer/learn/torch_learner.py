@@ -19,7 +19,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
-from turnwise.trainer.config.train import PolicyConfig, ScheduleConfig
+from turnwise.trainer.config.policy import PolicyConfig, ScheduleConfig
 from turnwise.trainer.learn.learner import Learner, Stats, StepResult
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.model.policy import Policy, load_model, load_weights

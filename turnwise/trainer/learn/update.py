@@ -12,15 +12,15 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.seeding import stable_hash
-from turnwise.trainer.algorithms.aggregation import weigh
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.correction import correct
 from turnwise.trainer.algorithms.kl import KLTerm
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.objectives import PolicyObjective
 from turnwise.trainer.algorithms.registry import Chosen
 from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow, pack
-from turnwise.trainer.config.batch import BatchConfig
+from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.learner import Learner, Stats, StepResult
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.observe.gap import GapWatch

@@ -21,6 +21,7 @@ from turnwise.errors import DiskError, TrainError
 from turnwise.trainer.config.train import Mode
 from turnwise.trainer.loops.steps import (
     Learned,
+    TrainThread,
     ask_ahead,
     finish_step,
     learn,
@@ -32,7 +33,6 @@ from turnwise.trainer.loops.steps import (
     wait_for,
 )
 from turnwise.trainer.run.run import TrainRun
-from turnwise.trainer.run.train_thread import TrainThread
 
 
 async def train_sync(run: TrainRun) -> None:

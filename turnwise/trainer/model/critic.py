@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.errors import CheckpointError, TrainError
-from turnwise.trainer.algorithms.losses import LossSums, value_loss
+from turnwise.trainer.algorithms.losses.core import LossSums, value_loss
 from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
-from turnwise.trainer.config.train import CriticConfig, PolicyConfig
+from turnwise.trainer.config.policy import CriticConfig, PolicyConfig
 from turnwise.trainer.learn.learner import Learner, Stats, StepResult
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device

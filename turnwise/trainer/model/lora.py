@@ -5,43 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from turnwise.config import ConfigPath
 from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, merged, read_settings
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
+from turnwise.trainer.config.policy import LoRAConfig
 
 _RANK = 16
 _NAME = "default"
-
-
-class LoRAConfig(BaseModel):
-    """Low-rank adapters that are trained while the model itself stays as it is.
-
-    Attributes:
-        rank: Columns of each factor; by default 16, or that of ``path``.
-        alpha: Divided by the rank it is what the product is multiplied by; by default twice the rank, or that of
-            ``path``.
-        targets: Ends of the names of the linear layers that get one (``[q_proj, v_proj]``); by default all of them but
-            the output matrix, or those of ``path``.
-        path: A folder with an adapter in peft's layout to go on from; by default they begin at zero.
-        seed: Decides the first factor of each, whose second begins at zero.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    rank: Annotated[int, Field(gt=0)] | None = None
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    targets: Annotated[list[str], Field(min_length=1)] | None = None
-    path: ConfigPath | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
 
 
 class LoRA:

@@ -18,10 +18,11 @@ from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, 
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.trainer.batch.packing import MicroBatch
+from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
-from turnwise.trainer.model.lora import LoRA, LoRAConfig, attach
+from turnwise.trainer.model.lora import LoRA, attach
 
 try:
     from safetensors import SafetensorError

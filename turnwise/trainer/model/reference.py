@@ -17,8 +17,8 @@ from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, charge
 from turnwise.trainer.algorithms.rewards import RowKey
 from turnwise.trainer.batch.experience import Collected
 from turnwise.trainer.batch.packing import MicroBatch, TrainRow
-from turnwise.trainer.config.batch import BatchConfig
-from turnwise.trainer.config.train import ModelConfig, TrainConfig
+from turnwise.trainer.config.policy import ModelConfig
+from turnwise.trainer.config.train import BatchConfig, TrainConfig
 from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.learn.update import recompute_logprobs

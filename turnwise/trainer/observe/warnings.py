@@ -11,7 +11,7 @@ from turnwise.model.core import Renderer
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.audit import is_float32
 from turnwise.trainer.observe.gap import Gaps, gap_record, gap_words
-from turnwise.trainer.observe.loggers.run_log import JSONLLogger
+from turnwise.trainer.observe.run_log import JSONLLogger
 from turnwise.trajectory import TrajectoryGroup
 
 Metrics: TypeAlias = Mapping[str, float]

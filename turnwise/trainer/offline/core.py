@@ -25,9 +25,9 @@ from turnwise.trainer.algorithms.objectives import Objective
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, PairingConfig, RecordedConfig
 from turnwise.trainer.learn.learner import Learner
-from turnwise.trainer.observe.loggers.core import LoggedRun
-from turnwise.trainer.observe.loggers.run_log import LiveDisplay, RunLog, check_loggers
+from turnwise.trainer.observe.loggers import LoggedRun
 from turnwise.trainer.observe.metrics import checked, update_metrics
+from turnwise.trainer.observe.run_log import LiveDisplay, RunLog, check_loggers
 from turnwise.trajectory import Trajectory
 from turnwise.types import text_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.model.core import Renderer
-from turnwise.trainer.algorithms.losses import LossSums
+from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.losses.preference import dpo_loss, ipo_loss, pair_sums, rpo_term
 from turnwise.trainer.batch.packing import MicroBatch
 from turnwise.trainer.config.offline import DPOConfig

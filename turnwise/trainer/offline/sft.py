@@ -8,7 +8,7 @@ from rich.console import Console
 
 from turnwise.errors import TrainError
 from turnwise.model.core import Renderer
-from turnwise.trainer.algorithms.aggregation import weigh
+from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.objectives import CrossEntropyObjective
 from turnwise.trainer.batch.packing import TrainRow, pack
 from turnwise.trainer.config.offline import SFTConfig

@@ -3,91 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Final, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-
-_UNITS: Final = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
-_FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMB]?)")
-UNKNOWN_STEPS: Final = 10**9
-"""How many steps a run has where nobody can tell yet: its schedule has not begun to fall."""
-
-
-def read_duration(value: object) -> object:
-    """Return seconds for ``2h30m``, ``90s`` or ``1.5d``; anything else as it is.
-
-    Raises:
-        ValueError: A text that is no duration.
-    """
-    if not isinstance(value, str):
-        return value
-    text = value.replace(" ", "")
-    if not _DURATION.fullmatch(text):
-        try:
-            return float(text)
-        except ValueError:
-            raise ValueError("seconds, or a duration such as 90s, 45m, 2h30m or 1d") from None
-    return math.fsum(float(part[:-1]) * _UNITS[part[-1]] for part in re.findall(r"[\d.]+[dhms]", text))
-
-
-def read_count(value: object) -> object:
-    """Return a number for ``500k``, ``2M`` or ``1.5B``; anything else as it is.
-
-    Raises:
-        ValueError: A text that is no count.
-    """
-    if not isinstance(value, str):
-        return value
-    match = _COUNT.fullmatch(value.replace("_", "").replace(",", ""))
-    if match is None:
-        raise ValueError("a number, or one such as 500k, 2M or 1.5B")
-    return round(float(match[1]) * _FACTORS[match[2]])
+from turnwise.trainer.config.train import UNKNOWN_STEPS, BudgetConfig
 
 
 def show_duration(seconds: float) -> str:
-    """Return seconds as :func:`read_duration` reads them, in the two largest units that are not empty."""
+    """Return seconds as a configuration has them (``2h30m``), in the two largest units that are not empty."""
     left, parts = round(seconds), []
     for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
         count, left = divmod(left, size)
         if count:
             parts.append(f"{count}{unit}")
     return "".join(parts[:2]) or "0s"
-
-
-Count: TypeAlias = Annotated[int, BeforeValidator(read_count), Field(gt=0)]
-Seconds: TypeAlias = Annotated[float, BeforeValidator(read_duration), Field(gt=0, allow_inf_nan=False)]
-
-
-class BudgetConfig(BaseModel):
-    """What a run may spend besides ``steps``. It ends after the step in which the first of them is spent.
-
-    Attributes:
-        trained_tokens: Sampled tokens that were trained, each counted once however many epochs a step has.
-        sampled_tokens: Tokens that the policy sampled for training; evaluation counts in none.
-        wall_time: Seconds, or a duration such as ``2h30m``, over all processes of the run: loading and evaluation
-            included. One that is killed counts up to its last checkpoint.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    trained_tokens: Count | None = None
-    sampled_tokens: Count | None = None
-    wall_time: Seconds | None = None
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """What may be spent, by name; what has no limit is left out."""
-        given = {
-            "trained_tokens": self.trained_tokens,
-            "sampled_tokens": self.sampled_tokens,
-            "wall_time": self.wall_time,
-        }
-        return {name: float(limit) for name, limit in given.items() if limit is not None}
 
 
 @dataclass(slots=True)
@@ -168,19 +97,6 @@ class Budget:
         if ended is None:
             return f"the algorithm ended it, within {self.describe()}"
         return f"{_words(ended, self.limits[ended])} are spent"
-
-
-def check_limits(steps: int | None, config: BudgetConfig) -> None:
-    """Refuse a run without an end.
-
-    Raises:
-        ValueError: Neither ``steps`` nor a budget is given.
-    """
-    if steps is None and not config.limits:
-        raise ValueError(
-            "steps is missing, and so is every budget: give steps, or budget.trained_tokens, budget.sampled_tokens or "
-            "budget.wall_time (such as 2h30m)"
-        )
 
 
 def _words(name: str, amount: float) -> str:

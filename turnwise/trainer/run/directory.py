@@ -23,23 +23,23 @@ from turnwise.append_file import writing
 from turnwise.chat.model_dir import trained_digest
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError
-from turnwise.evaluation.runner import load_eval_tasks
 from turnwise.gateway.frozen import load_renderers
 from turnwise.model.core import Renderer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import check_manager
+from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.setup import allowed_uses, check_replay
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.config.train import CheckpointConfig, TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
 from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.model.reference import KLGuard
-from turnwise.trainer.observe.loggers.core import LoggedRun
-from turnwise.trainer.observe.loggers.run_log import RunLog, check_loggers
+from turnwise.trainer.observe.loggers import LoggedRun
 from turnwise.trainer.observe.metrics import meaning
+from turnwise.trainer.observe.run_log import RunLog, check_loggers
 from turnwise.trainer.observe.timeline import Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state, restore_rng
@@ -303,7 +303,10 @@ async def read_start(
     tasks, reports = await open_tasks(config, renderer, state)
     eval_tasks: list[Task] = []
     if config.eval is not None:
-        held_out = await load_eval_tasks(config.eval, config.rollout, renderer)
+        plan = config.eval
+        held_out = await load_checked(
+            plan.tasks, config.rollout, renderer, limit=plan.limit, max_prompt_tokens=plan.max_prompt_tokens
+        )
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
     for report in reports:
         console.print(f"tasks: {report}", highlight=False, markup=False)

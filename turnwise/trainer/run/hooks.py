@@ -9,11 +9,8 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias
 
-from pydantic import BeforeValidator
-
-from turnwise.config import ConfigReference
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.plugins import load_class_from_fqn
@@ -22,15 +19,10 @@ from turnwise.trajectory import TrajectoryGroup
 if TYPE_CHECKING:
     from turnwise.rollout.core import ReplayBuffer
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.run.run import TrainRun
+    from turnwise.trainer.observe.run_log import LiveDisplay
+    from turnwise.trainer.run.checkpoint import TrainerState
+    from turnwise.trainer.run.task_scheduler import TaskScheduler
 
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-HookNames: TypeAlias = Annotated[tuple[ConfigReference, ...], BeforeValidator(_listed)]
-"""What ``hooks`` takes in a configuration: one reference, or several."""
 
 Done: TypeAlias = Awaitable[None] | None
 
@@ -176,6 +168,16 @@ STOPPED: Final = "hook"
 """What ended a run that a hook stopped."""
 
 
+class HookedRun(Protocol):
+    """What is used of a :class:`~turnwise.trainer.run.run.TrainRun` to call its hooks."""
+
+    config: TrainConfig
+    buffer: ReplayBuffer
+    feed: TaskScheduler
+    state: TrainerState
+    display: LiveDisplay
+
+
 class HookCalls:
     """Calls the hooks of a run, in the order in which they are configured.
 
@@ -186,7 +188,7 @@ class HookCalls:
         dropped: The groups that they dropped in this step, by why.
     """
 
-    def __init__(self, hooks: Sequence[Hooks] = (), run: TrainRun | None = None) -> None:
+    def __init__(self, hooks: Sequence[Hooks] = (), run: HookedRun | None = None) -> None:
         self._hooks = list(hooks)
         self._run = run
         self._step: int | None = None
@@ -203,7 +205,7 @@ class HookCalls:
         self.dropped: Counter[str] = Counter()
 
     @classmethod
-    def open(cls, classes: Sequence[type[Hooks]], run: TrainRun) -> HookCalls:
+    def open(cls, classes: Sequence[type[Hooks]], run: HookedRun) -> HookCalls:
         """Make the hooks of a run.
 
         Raises:
@@ -360,7 +362,7 @@ class HookCalls:
             self._batch = [each for each in _groups(hook) if not any(each is gone for gone in self._gone)]
             self._gone = []
 
-    def _of_run(self) -> TrainRun:
+    def _of_run(self) -> HookedRun:
         assert self._run is not None, "hooks belong to a run"
         return self._run
 

@@ -19,24 +19,25 @@ from turnwise.errors import CheckpointError, ConfigError, EnvError, TurnwiseErro
 from turnwise.gateway.frozen import load_renderers
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
-from turnwise.rollout.agents import AgentTable
-from turnwise.rollout.group_reward import GroupRewarder
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.preflight import PromptLimit, check_specs, hold_to_tools, made_env, task_source
+from turnwise.rollout.producer import GroupRewarder
+from turnwise.rollout.runner import AgentTable
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.tasks import SourceReport, Task, load_mix, open_order
-from turnwise.tools.core import Tool
-from turnwise.tools.loading import Toolbox
-from turnwise.tools.response import check_media
+from turnwise.tasks.core import Task
+from turnwise.tasks.mix import load_mix, open_order
+from turnwise.tasks.reader import SourceReport
+from turnwise.tools.core import Tool, check_media
+from turnwise.tools.selection import Toolbox
 from turnwise.trainer.algorithms.credit import load_credit
-from turnwise.trainer.config.train import PolicyConfig, TrainConfig
+from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
+from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
 from turnwise.trainer.learn.torch_learner import pick_device
-from turnwise.trainer.model.lora import LoRAConfig
 from turnwise.trainer.model.policy import try_adapters
 from turnwise.trainer.model.reference import reference_path
-from turnwise.trainer.observe.loggers.run_log import check_loggers
+from turnwise.trainer.observe.run_log import check_loggers
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template, config_digest

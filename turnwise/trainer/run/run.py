@@ -27,20 +27,20 @@ from turnwise.gateway.frozen import FrozenPolicies, open_frozen
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import Book, LedgerClient
-from turnwise.rollout.core import ReplayBuffer, RolloutParts
+from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.managers import Rollouts, create_manager
+from turnwise.rollout.managers import create_manager
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.setup import make_buffer
-from turnwise.tasks import Task
+from turnwise.tasks.core import Task
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import Teacher
 from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.model.critic import Critic
 from turnwise.trainer.model.reference import KLGuard
 from turnwise.trainer.observe.gap import Gaps
-from turnwise.trainer.observe.loggers.run_log import LiveDisplay, RunLog
 from turnwise.trainer.observe.metrics import checked, figures
+from turnwise.trainer.observe.run_log import LiveDisplay, RunLog
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.budget import Budget
@@ -48,8 +48,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, captu
 from turnwise.trainer.run.directory import CRITIC, RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
-from turnwise.trainer.weight_sync.core import WeightWriter
-from turnwise.trainer.weight_sync.shared_memory import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryWriter, WeightWriter
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 from turnwise.errors import CheckpointError, TaskError
 from turnwise.model.core import Renderer
-from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
-from turnwise.rollout.managers import Rollouts
+from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest, Rollouts
 from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, check_tools_shown, task_source
-from turnwise.rollout.replay.setup import allowed_staleness, make_admission
+from turnwise.rollout.replay.config import allowed_staleness
+from turnwise.rollout.replay.setup import make_admission
 from turnwise.rollout.replay.strategies import GroupFacts
-from turnwise.tasks import SourceReport, Task, TaskOrder, open_order
-from turnwise.tasks.order import CurriculumConfig
+from turnwise.tasks.config import CurriculumConfig
+from turnwise.tasks.core import Task
+from turnwise.tasks.mix import open_order
+from turnwise.tasks.order import TaskOrder
+from turnwise.tasks.reader import SourceReport
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.checkpoint import TrainerState
 from turnwise.trajectory import Trajectory, TrajectoryGroup

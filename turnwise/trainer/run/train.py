@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,13 +15,16 @@ from typing import Any, TypeAlias
 
 import orjson
 from rich.console import Console
+from safetensors import SafetensorError
 
 from turnwise.append_file import writing
-from turnwise.errors import TrainError
+from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
+from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.evaluation.metrics import result_table
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
-from turnwise.trainer.run.checkpoint import CheckpointStore
+from turnwise.trainer.model.policy import copy_companions, load_model
+from turnwise.trainer.run.checkpoint import BEST, STATE_FILE, CheckpointStore, load_state
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory
 from turnwise.trainer.run.run import TrainRun, open_run
 
@@ -167,3 +172,79 @@ def _sigterm_cancels() -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+# What a folder of an adapter has besides the adapter and the tokenizer: which model it is, without its weights.
+_ABOUT = ("config.json", "generation_config.json")
+
+
+def export_model(
+    source: Path, target: Path, *, step: int | None = None, best: bool = False, adapter: bool = False
+) -> Path:
+    """Write a model with its tokenizer, chat template and generation settings; an adapter is added to its model.
+
+    The folder gets its name when all of it is written.
+
+    Args:
+        source: A run, a checkpoint, or any folder of a model or an adapter.
+        target: The folder to write; it must not be there, or be empty.
+        step: Of a run: the checkpoint of this step; by default the newest.
+        best: Of a run: the checkpoint with the best figure (``checkpoint.best``).
+        adapter: Write the adapter alone, as peft loads it.
+
+    Returns:
+        The folder that was exported.
+
+    Raises:
+        ConfigError: The target is taken, or there is no such checkpoint or adapter.
+        CheckpointError: The checkpoint is not whole.
+        TrainError: The model cannot be loaded, or the disk refuses.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already: name another folder, or remove it")
+    folder = _folder(source, step, best)
+    if (folder / STATE_FILE).is_file():
+        load_state(folder)
+    if adapter and not is_adapter(folder):
+        raise ConfigError(f"{folder} holds no adapter (no {ADAPTER_CONFIG}): export it without --adapter")
+    draft = target.absolute().parent / f".draft-{target.name}-{os.getpid()}"
+    try:
+        if adapter:
+            draft.mkdir(parents=True)
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *(each for each in _ABOUT if (folder / each).is_file())):
+                shutil.copyfile(folder / name, draft / name)
+            copy_companions(folder, draft)
+        else:
+            load_model(folder).save_hf(draft)
+        draft.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise TrainError(f"{target} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _folder(source: Path, step: int | None, best: bool) -> Path:
+    """Return the folder of the model that is meant."""
+    checkpoints = source / CHECKPOINTS
+    if not checkpoints.is_dir():
+        if step is not None or best:
+            raise ConfigError(
+                f"{source} is no run (no {CHECKPOINTS}/ in it), so there is no --step or --best to choose"
+            )
+        return source
+    if step is not None and best:
+        raise ConfigError("--step and --best name two checkpoints: give one of them")
+    store = CheckpointStore(checkpoints)
+    steps = store.steps()
+    if best:
+        if not (checkpoints / BEST).is_dir():
+            raise ConfigError(f"{checkpoints} has no best checkpoint: the run was trained without checkpoint.best")
+        return (checkpoints / BEST).resolve()
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"--step is {step}, but {source} has the checkpoints {', '.join(map(str, steps)) or '(none)'}"
+        )
+    if not steps:
+        raise CheckpointError(f"{source} has no checkpoint: nothing to export")
+    return store.path(steps[-1] if step is None else step)

@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Final
 
 from turnwise.envs.core import ResetResult, Score, Solution
 from turnwise.envs.library.math.made import made_rows
-from turnwise.envs.rewards.answers import extract_answer
 from turnwise.envs.rewards.core import Rubric
-from turnwise.envs.rewards.numeric import Numeric, parse_number
+from turnwise.envs.rewards.matching import Numeric, extract_answer, parse_number
 from turnwise.envs.rewards.symbolic import Symbolic
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv

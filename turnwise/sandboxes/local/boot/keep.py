@@ -1,4 +1,4 @@
-"""Files of a sandbox, copied out of it as they are, with all that an overlay notes in them.
+"""Files of a sandbox, copied out of it as they are, with all that an overlay notes in them, and removed.
 
 Whoever runs inside goes on while files are copied, by a process that may do more than they may: every step goes from an
 open folder to a name in it, and follows no link, so what is swapped meanwhile leads nowhere. Holes stay holes and
@@ -11,7 +11,9 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import stat
+import subprocess
 import sys
 
 TYPE_CHECKING = False
@@ -171,3 +173,12 @@ def _dress(source: int, target: int) -> None:
             os.setxattr(target, name, os.getxattr(source, name))
     os.chmod(target, stat.S_IMODE(status.st_mode))
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def remove(path: str) -> None:
+    """Remove a folder with all below it, however deep that is and whatever its owner may do with it."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", path], capture_output=True, check=False)

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import agent, groups, keep, prepare, removal, syscalls
+from . import agent, groups, keep, prepare, syscalls
 
 _MOST = 1 << 20
 
@@ -190,7 +190,7 @@ class Launcher:
 
     def remove(self, home: str, message: dict[str, Any]) -> None:
         """Remove a sandbox's folder, and tell the host that nothing is left."""
-        removal.remove(home)
+        keep.remove(home)
         self.tell(message)
 
     def sweep(self) -> None:
@@ -222,7 +222,7 @@ class Launcher:
             time.sleep(0.005)
             self.reap()
         if self.state is not None and groups.remove_all(self.state):
-            removal.remove(self.state)
+            keep.remove(self.state)
 
 
 def main() -> None:

@@ -12,21 +12,29 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from turnwise.trainer.algorithms.aggregation import LossAggregation
-from turnwise.trainer.algorithms.losses.core import LossSums
-from turnwise.trainer.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss, select_clip_cov, select_kl_cov
+from turnwise.trainer.algorithms.losses.core import (
+    LossAggregation,
+    LossSums,
+    cross_entropy_loss,
+    entropy_bonus,
+    logprob_gap,
+    value_loss,
+)
 from turnwise.trainer.algorithms.losses.policy import (
     cispo_loss,
+    clip_cov_loss,
     dppo_kl_loss,
     dppo_tv_loss,
     dro_loss,
     gmpo_loss,
     gpg_loss,
     gspo_loss,
+    kl_cov_loss,
     ppo_clip_loss,
     sapo_loss,
+    select_clip_cov,
+    select_kl_cov,
 )
-from turnwise.trainer.algorithms.losses.terms import cross_entropy_loss, entropy_bonus, logprob_gap, value_loss
 from turnwise.trainer.algorithms.registry import enter, find
 
 LossFn: TypeAlias = Callable[..., LossSums]

@@ -6,12 +6,17 @@ rows are split over micro-batches and ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import torch
 from pydantic import Field
 from torch import Tensor
+
+from turnwise.errors import TrainError
+from turnwise.trainer.batch.packing import TrainRow
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude before they are exponentiated: exp(20) is 4.9e8, finite in float32."""
@@ -70,3 +75,153 @@ def span_mean(values: Tensor, spans: Tensor) -> Tensor:
     count = int(spans.max()) + 1
     totals = values.new_zeros(count).index_add(0, spans, values)
     return (totals / torch.bincount(spans, minlength=count).clamp(min=1))[spans]
+
+
+def cross_entropy_loss(logprobs: Tensor, weights: Tensor) -> LossSums:
+    """Negative log-likelihood of the trained tokens: ``sum(weights * -logprobs)``, with its unweighted sum ``nll``.
+
+    Args:
+        logprobs: Shape [N]; gradients flow through it.
+        weights: Shape [N]; constants.
+    """
+    return LossSums(-(weights * logprobs).sum(), {"nll": -logprobs.detach().sum()})
+
+
+def entropy_bonus(entropy: Tensor, weights: Tensor, coef: float) -> Tensor:
+    """Return ``-coef * sum(weights * entropy)``, to be added to a loss (Mnih et al. 2016, arXiv:1602.01783, section 4).
+
+    Args:
+        entropy: Shape [N], of the distribution that each token was drawn from; gradients flow through it.
+        weights: Shape [N]; constants.
+        coef: How strongly entropy is rewarded.
+    """
+    return -coef * (weights * entropy).sum()
+
+
+def value_loss(
+    values: Tensor, returns: Tensor, weights: Tensor, *, old_values: Tensor | None = None, clip: float | None = None
+) -> LossSums:
+    """Half the squared error of a critic, that does not reward moving further than ``clip`` from where it stood.
+
+    ``L = sum_t w_t 1/2 max((V_t - R_t)^2, (C_t - R_t)^2)`` with ``C = V_old + clamp(V - V_old, -clip, clip)``; without
+    ``clip`` the first square alone. The square is that of Schulman et al. 2017, PPO (arXiv:1707.06347), eq. 9;
+    the clipped form is in that paper's published code, and as equation in Engstrom et al. 2020, Implementation Matters
+    (arXiv:2005.12729), section 3.
+
+    Args:
+        values: Shape [N]; gradients flow through it.
+        returns: Shape [N]; constants.
+        weights: Shape [N]; constants.
+        old_values: Shape [N], the critic's before the first update of the step; constants. Needed with ``clip``.
+        clip: How far a value may move with profit, in units of reward.
+
+    Returns:
+        The weighted sum, and the sums ``critic/loss`` (unweighted) and ``critic/clip_fraction`` (tokens whose gradient
+        the clip range cut off).
+    """
+    returns = returns.detach()
+    squares = (values - returns).square()
+    cut = torch.zeros_like(squares)
+    if clip is not None and old_values is not None:
+        old = old_values.detach()
+        clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+        cut = (clipped > squares).to(squares.dtype)
+        squares = torch.maximum(squares, clipped)
+    losses = 0.5 * squares
+    sums = {"critic/loss": losses.detach().sum(), "critic/clip_fraction": cut.sum()}
+    return LossSums((weights * losses).sum(), sums)
+
+
+def logprob_gap(trainer: Tensor, rollout: Tensor) -> LossSums:
+    """How far the trainer's log-probabilities lie from the inference server's, on equal weights and ids.
+
+    Args:
+        trainer: Shape [N].
+        rollout: Shape [N].
+
+    Returns:
+        No loss (0); the sums ``gap_abs`` (``|trainer - rollout|``) and ``gap_kl`` (k3 estimate of
+        KL(rollout || trainer) on the sampled tokens); the maximum ``gap_max``.
+    """
+    with torch.no_grad():
+        difference = (trainer - rollout).float()
+        magnitude = difference.abs()
+        log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        sums = {"gap_abs": magnitude.sum(), "gap_kl": (torch.expm1(log_ratio) - log_ratio).sum()}
+        maxima = {"gap_max": magnitude.max() if magnitude.numel() else difference.new_tensor(0.0)}
+        return LossSums(difference.new_tensor(0.0), sums, maxima)
+
+
+LossAggregation: TypeAlias = Literal[
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+    "trajectory_mean",
+    "trajectory_sum",
+]
+
+
+def weigh(
+    rows: Sequence[TrainRow], mode: LossAggregation, *, scale: float | None = None
+) -> tuple[list[TrainRow], float]:
+    """Return the rows of one optimizer step with their loss weights, and the normaliser of that step."""
+    weights, normalizer = loss_weights(
+        [row.sample.trained_tokens for row in rows], [row.sample.trajectory_id for row in rows], mode, scale=scale
+    )
+    return [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)], normalizer
+
+
+def loss_weights(
+    trained_tokens: Sequence[int], trajectory_ids: Sequence[str], mode: LossAggregation, *, scale: float | None = None
+) -> tuple[list[float], float]:
+    """Return the weight of each row's tokens and the normaliser of the step.
+
+    The loss of a step is ``sum over tokens of weight * token loss / normaliser``. Rows without a trained token count
+    in nothing; a trajectory counts once, however many rows (branches) it has. A sequence is one row, so in the modes
+    of sequences a trajectory with more branches weighs more.
+
+    ``token_mean``: weight 1, divided by the number of trained tokens (Yu et al. 2025, DAPO, arXiv:2503.14476).
+    ``seq_mean_token_mean``: the mean over a row's tokens, averaged over rows (DeepSeekMath, arXiv:2402.03300, eq. 3,
+    where every trajectory is one row).
+    ``seq_mean_token_sum``: the sum over a row's tokens, averaged over rows.
+    ``seq_mean_token_sum_norm``: that, divided by ``scale``, a constant such as the longest completion (Liu et al.
+    2025, Dr. GRPO, arXiv:2503.20783, section 3.2).
+    ``trajectory_mean``: the mean over a trajectory's tokens, averaged over trajectories (DeepSeekMath, eq. 3).
+    ``trajectory_sum``: the sum over a trajectory's tokens, averaged over trajectories.
+
+    Args:
+        trained_tokens: Per row, how many tokens it trains.
+        trajectory_ids: Per row, its trajectory.
+        mode: How tokens are aggregated.
+        scale: Read by ``seq_mean_token_sum_norm``, which needs it.
+
+    Returns:
+        Weights, one per row, and the normaliser, at least 1.
+
+    Raises:
+        TrainError: An unknown mode, a scale that is missing or not above 0, or lists of different lengths.
+    """
+    if len(trained_tokens) != len(trajectory_ids):
+        raise TrainError(f"{len(trained_tokens)} token counts for {len(trajectory_ids)} trajectory ids")
+    totals: Counter[str] = Counter()
+    for tokens, name in zip(trained_tokens, trajectory_ids, strict=True):
+        totals[name] += tokens
+    trajectories = sum(1 for total in totals.values() if total)
+    rows = sum(1 for tokens in trained_tokens if tokens)
+    ones = [1.0] * len(trained_tokens)
+    if mode == "token_mean":
+        return ones, float(max(1, totals.total()))
+    if mode == "trajectory_sum":
+        return ones, float(max(1, trajectories))
+    if mode == "trajectory_mean":
+        return [1.0 / totals[name] if totals[name] else 0.0 for name in trajectory_ids], float(max(1, trajectories))
+    if mode == "seq_mean_token_mean":
+        return [1.0 / tokens if tokens else 0.0 for tokens in trained_tokens], float(max(1, rows))
+    if mode == "seq_mean_token_sum":
+        return ones, float(max(1, rows))
+    if mode == "seq_mean_token_sum_norm":
+        if scale is None or not scale > 0:
+            raise TrainError(f"algorithm.loss_scale is {scale}; {mode} divides by it, so give a number above 0")
+        return ones, max(1, rows) * scale
+    raise TrainError(f"algorithm.loss_aggregation is {mode!r}; allowed: {', '.join(get_args(LossAggregation))}")

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import ConfigError, FormatError, TurnwiseError
-from turnwise.trainer.observe.loggers.core import LoggedRun, Logger, LoggerConfig, chosen_logger, find_logger
+from turnwise.trainer.observe.loggers import LoggedRun, Logger, LoggerConfig, chosen_logger, find_logger
 from turnwise.trainer.observe.metrics import figures
 
 

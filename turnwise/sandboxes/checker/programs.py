@@ -1,0 +1,501 @@
+"""The programs of the attacks: ``python3 programs.py NAME``, options as JSON on its input, the outcome as JSON.
+
+They run inside a sandbox, with nothing of this package, by the Python that is there. Each attack returns what it got,
+or nothing.
+"""
+
+import array
+import contextlib
+import ctypes
+import fcntl
+import glob
+import json
+import os
+import platform
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Attacks on what is outside: its secrets, files, processes and sockets. Each returns what it got, or nothing.
+
+
+def _paths(given: dict[str, Any]) -> Iterator[str]:
+    """The host's path itself, and through the roots and folders of processes that may be outside."""
+    path = given["path"]
+    yield path
+    for pid in ("1", str(os.getppid()), str(given["victim"])):
+        yield f"/proc/{pid}/root{path}"
+        yield f"/proc/{pid}/cwd{path}"
+    yield "../" * 12 + path.lstrip("/")
+
+
+def environment(given: dict[str, Any]) -> list[str]:
+    """Look for the host's secret in the own environment."""
+    return [name for name, value in os.environ.items() if given["secret"] in value]
+
+
+def process_environments(given: dict[str, Any]) -> list[str]:
+    """Look for the host's secret in the environment and memory map of every process that can be seen."""
+    got = []
+    for path in glob.glob("/proc/[0-9]*/environ"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if given["secret"].encode() in file.read():
+                got.append(path)
+    return got
+
+
+def read_file(given: dict[str, Any]) -> list[str]:
+    """Read a file of the host."""
+    got = []
+    for path in _paths(given):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if given["secret"].encode() in file.read():
+                got.append(path)
+    return got
+
+
+def write_file(given: dict[str, Any]) -> list[str]:
+    """Append to a file of the host, and make one beside it. The host looks whether that came about."""
+    got = []
+    for path in _paths(given):
+        with contextlib.suppress(OSError), open(path, "ab", opener=_no_create) as file:
+            file.write(b"attacked")
+            got.append(path)
+        with contextlib.suppress(OSError), open(path + ".new", "xb"):
+            got.append(path + ".new")
+    return got
+
+
+def _no_create(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_CREAT)
+
+
+def see_processes(given: dict[str, Any]) -> list[str]:
+    """Find a process of the host by its command line."""
+    got = []
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if given["mark"].encode() in file.read():
+                got.append(path)
+    return got
+
+
+def signal_process(given: dict[str, Any]) -> list[str]:
+    """Kill a process of the host by its number. The host looks whether it lives."""
+    try:
+        os.kill(given["victim"], signal.SIGKILL)
+    except OSError:
+        return []
+    return [f"kill({given['victim']}, SIGKILL) was accepted"]
+
+
+def trace_process(given: dict[str, Any]) -> list[str]:
+    """Trace a process of the host, and read its memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.restype = ctypes.c_long
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    pid, got = given["victim"], []
+    if libc.ptrace(0x4206, pid, None, None) == 0:  # PTRACE_SEIZE, which does not stop it
+        got.append(f"ptrace({pid})")
+        libc.ptrace(17, pid, None, None)  # PTRACE_DETACH
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/mem", "rb"):
+        got.append(f"/proc/{pid}/mem was opened")
+    return got
+
+
+def tcp_loopback(given: dict[str, Any]) -> list[str]:
+    """Connect to a server of the host on its loopback."""
+    got = []
+    for host in ("127.0.0.1", "localhost", *given["addresses"]):
+        with contextlib.suppress(OSError), socket.create_connection((host, given["port"]), 1.0) as made:
+            made.sendall(given["mark"].encode() + b"\n")
+            got.append(f"{host}:{given['port']}")
+    return got
+
+
+def udp_loopback(given: dict[str, Any]) -> list[str]:
+    """Send a datagram to the host's loopback. Only the host can tell whether it arrived."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        for host in ("127.0.0.1", *given["addresses"]):
+            with contextlib.suppress(OSError):
+                made.sendto(given["mark"].encode(), (host, given["port"]))
+    return []
+
+
+def unix_socket(given: dict[str, Any]) -> list[str]:
+    """Connect to a unix socket of the host: an abstract name, or a path."""
+    got = []
+    for name in given["names"]:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as made:
+            made.settimeout(1.0)
+            made.connect("\0" + name[1:] if name.startswith("@") else name)
+            made.sendall(given["mark"].encode() + b"\n")
+            got.append(name)
+    return got
+
+
+def interfaces(given: dict[str, Any]) -> list[str]:
+    """List network interfaces that are up and no loopback."""
+    del given
+    got = []
+    for _, name in socket.if_nameindex():
+        request = struct.pack("16sh14x", name.encode(), 0)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made, contextlib.suppress(OSError):
+            flags = struct.unpack("16xh14x", fcntl.ioctl(made, 0x8913, request))[0]  # SIOCGIFFLAGS
+            if flags & 1 and not flags & 8:  # IFF_UP, IFF_LOOPBACK
+                got.append(name)
+    return got
+
+
+def forge(given: dict[str, Any]) -> list[str]:
+    """Write what looks like the answers of whatever runs commands into every descriptor within reach, then end with 7.
+
+    Only where nothing outside is within reach does it also attack process 1 and the parent: elsewhere they are the
+    host's own.
+    """
+    for number in range(200):
+        lie = b'{"id": %d, "exit": 0, "code": 0, "exit_code": 0, "status": 0, "event": "exit"}' % number
+        for descriptor in _descriptors(given):
+            with contextlib.suppress(OSError):
+                os.set_blocking(descriptor, False)
+                os.write(descriptor, lie + (b"\n" if number % 2 else b""))
+                _send_descriptors(descriptor, lie)
+    if given["inside"]:
+        for pid in {1, os.getppid()} - {os.getpid()}:
+            for number in (signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+    os._exit(7)
+
+
+def _descriptors(given: dict[str, Any]) -> list[int]:
+    found = [int(name) for name in os.listdir("/proc/self/fd")] if os.path.isdir("/proc/self/fd") else list(range(64))
+    found = [each for each in found if each > 2]
+    if given["inside"]:
+        for pid in {1, os.getppid()}:
+            for path in glob.glob(f"/proc/{pid}/fd/*"):
+                with contextlib.suppress(OSError):
+                    found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            found += _stolen(pid)
+    return found
+
+
+def _stolen(pid: int) -> list[int]:
+    """Take descriptors out of another process, as pidfd_getfd does where it is allowed."""
+    libc, found = ctypes.CDLL(None, use_errno=True), []
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return []
+    for number in range(3, 64):
+        taken = libc.syscall(438, pidfd, number, 0)
+        if taken >= 0:
+            found.append(taken)
+    return found
+
+
+def _send_descriptors(descriptor: int, data: bytes) -> None:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return
+    with socket.socket(fileno=os.dup(descriptor)) as made:
+        rights = array.array("i", [0, 1])
+        made.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_DONTWAIT)
+
+
+# Attacks on what may be used: processes, memory and disk. Each is bounded, and gives back all that it took.
+
+
+def fork_bomb(given: dict[str, Any]) -> list[str]:
+    """Fork three times the processes that the limit allows, and count how many live on together for a while."""
+    limit, most = given["limit"], given["most"]
+    reading, writing = os.pipe()
+    alive: set[int] = set()
+    try:
+        for _ in range(most):
+            try:
+                pid = os.fork()
+            except OSError:
+                break
+            if pid == 0:
+                os.close(writing)
+                signal.alarm(15)
+                os.read(reading, 1)
+                os._exit(0)
+            alive.add(pid)
+        # Long enough for a watcher that looks now and then.
+        until = time.monotonic() + given["seconds"]
+        while len(alive) > limit and time.monotonic() < until:
+            alive -= {pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0]}
+            time.sleep(0.05)
+    finally:
+        os.close(writing)
+        os.close(reading)
+        for pid in alive:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    # A backend may grant a few for its own processes inside.
+    return [f"{len(alive)} processes, and {limit} are allowed"] if len(alive) > limit * 1.25 else []
+
+
+def memory(given: dict[str, Any]) -> list[str]:
+    """Hold memory in several processes at the same time: more together than the limit, or more in one than it."""
+    limit, each = given["limit"], given["each"]
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    alive: set[int] = set()
+    for _ in range(given["count"]):
+        try:
+            pid = os.fork()
+        except OSError:
+            break
+        if pid == 0:
+            signal.alarm(30)
+            _hold(each, writing)
+        alive.add(pid)
+    # First all take what they can; then long enough for a watcher that looks now and then. Who is still there holds it
+    # in spite of the limit.
+    touched: set[int] = set()
+    patience, until = time.monotonic() + 20, 0.0
+    while alive and (not until or time.monotonic() < until):
+        for pid in list(alive):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                alive.discard(pid)
+        with contextlib.suppress(BlockingIOError):
+            touched |= {int(line) for line in os.read(reading, 4096).split()}
+        if not until and alive <= touched:
+            until = time.monotonic() + given["seconds"]
+        if not until and time.monotonic() > patience:
+            raise SystemExit("the machine is too busy: nothing is known")
+        time.sleep(0.05)
+    full = alive & touched
+    for pid in alive:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    held = len(full) * each
+    return [f"{held >> 20} MiB at the same time, and {limit >> 20} are allowed"] if held > limit * 1.1 else []
+
+
+def _hold(size: int, writing: int) -> None:
+    try:
+        block = bytearray(size)
+        for at in range(0, size, 4096):
+            block[at] = 1
+        os.write(writing, b"%d\n" % os.getpid())
+        time.sleep(30)
+    except MemoryError:
+        pass
+    os._exit(0)
+
+
+def one_file(given: dict[str, Any]) -> list[str]:
+    """Write one file that is larger than the limit."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    path, written = os.path.join(given["folder"], "large"), 0
+    try:
+        with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+            while written < given["most"]:
+                written += file.write(bytes(2**20))
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+    limit = given["limit"]
+    return [f"a file of {written >> 20} MiB, and {limit >> 20} are allowed"] if written > limit else []
+
+
+def many_files(given: dict[str, Any]) -> list[str]:
+    """Write many files, wherever that is possible, of more bytes together than the limit."""
+    made: list[str] = []
+    written: dict[str, int] = {}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for folder in given["folders"]:
+            written[folder] = 0
+            for number in range(10_000):
+                path = os.path.join(folder, f"fill-{number}")
+                if sum(written.values()) >= given["most"] or not _fill(path, made, written, folder, given["each"]):
+                    break
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                os.remove(path)
+    total, limit = sum(written.values()), given["limit"]
+    where = ", ".join(f"{folder} {size >> 20}" for folder, size in written.items() if size)
+    return [f"{total >> 20} MiB ({where}), and {limit >> 20} are allowed"] if total >= given["most"] else []
+
+
+def _fill(path: str, made: list[str], written: dict[str, int], folder: str, size: int) -> bool:
+    try:
+        with open(path, "xb", buffering=0) as file:
+            made.append(path)
+            block = bytes(2**20)
+            for _ in range(size >> 20):
+                count = file.write(block)
+                written[folder] += count
+                if count < len(block):
+                    return False
+    except OSError:
+        return False
+    return True
+
+
+# Attacks on the kernel's interfaces. Each only opens or makes something, and undoes it at once.
+
+_CALLS = {  # add_key, keyctl
+    "x86_64": (248, 250),
+    "aarch64": (217, 219),
+}
+_NAMESPACES = {"user": 0x10000000, "mount": 0x00020000, "net": 0x40000000, "pid": 0x20000000}
+
+
+def settings(given: dict[str, Any]) -> list[str]:
+    """Open settings of the kernel for writing; nothing is written."""
+    del given
+    paths = (
+        "/proc/sys/kernel/core_pattern",
+        "/proc/sys/kernel/modprobe",
+        "/proc/sys/kernel/hostname",
+        "/proc/sys/vm/overcommit_memory",
+        "/proc/sysrq-trigger",
+        "/sys/kernel/uevent_helper",
+        "/proc/sys/kernel/core_uses_pid",
+    )
+    got = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+            got.append(path)
+    return got
+
+
+def keyrings(given: dict[str, Any]) -> list[str]:
+    """Ask for keyrings, which are shared with whoever is of the same user or session outside."""
+    del given
+    calls = _CALLS.get(platform.machine())
+    if calls is None:
+        raise SystemExit(f"the system calls of {platform.machine()} are not known to this attack")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    got = []
+    for name, keyring in (("session", -3), ("user", -4), ("user session", -5)):
+        if libc.syscall(calls[1], 0, ctypes.c_long(keyring), 0) > 0:  # KEYCTL_GET_KEYRING_ID
+            got.append(f"the {name} keyring")
+    return got
+
+
+def namespaces(given: dict[str, Any]) -> list[str]:
+    """Make namespaces, each in a child that ends at once."""
+    del given
+    got = []
+    for name, flag in _NAMESPACES.items():
+        if _in_child(lambda flag=flag: ctypes.CDLL(None, use_errno=True).unshare(flag) == 0):
+            got.append(f"unshare of the {name} namespace")
+    return got
+
+
+def mounts(given: dict[str, Any]) -> list[str]:
+    """Mount a file system over an own folder, plainly and in a user namespace of its own; it is unmounted at once."""
+    folder = os.path.join(given["folder"], "mounted")
+    os.makedirs(folder, exist_ok=True)
+    got = []
+
+    def mount() -> bool:
+        libc = ctypes.CDLL(None, use_errno=True)
+        made = libc.mount(b"none", folder.encode(), b"tmpfs", 0, None) == 0
+        if made:
+            libc.umount2(folder.encode(), 2)
+        return bool(made)
+
+    def in_namespace() -> bool:
+        return ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x00020000) == 0 and mount()
+
+    if _in_child(mount):
+        got.append("mount of a tmpfs")
+    if _in_child(in_namespace):
+        got.append("mount of a tmpfs in a user namespace")
+    return got
+
+
+def devices(given: dict[str, Any]) -> list[str]:
+    """Open devices of the machine for reading, and make a node of the device that is its memory."""
+    got = []
+    for path in (
+        "/dev/mem",
+        "/dev/kmsg",
+        "/dev/sda",
+        "/dev/vda",
+        "/dev/nvme0n1",
+        "/dev/loop0",
+        "/dev/kvm",
+        "/dev/fuse",
+    ):
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            got.append(path)
+    path = os.path.join(given["folder"], "node")
+    with contextlib.suppress(OSError):
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 1))
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+            got.append("mknod of /dev/mem")
+        finally:
+            os.remove(path)
+    return got
+
+
+def _in_child(attempt: Any) -> bool:
+    """Return whether an attempt succeeds in a process of its own."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(OSError):
+            code = 0 if attempt() else 1
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+ATTACKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "environment": environment,
+    "process environments": process_environments,
+    "read file": read_file,
+    "write file": write_file,
+    "see processes": see_processes,
+    "signal": signal_process,
+    "trace": trace_process,
+    "tcp": tcp_loopback,
+    "udp": udp_loopback,
+    "unix": unix_socket,
+    "interfaces": interfaces,
+    "forge": forge,
+    "fork bomb": fork_bomb,
+    "memory": memory,
+    "one file": one_file,
+    "many files": many_files,
+    "settings": settings,
+    "keyrings": keyrings,
+    "namespaces": namespaces,
+    "mounts": mounts,
+    "devices": devices,
+}
+
+
+def main() -> None:
+    """Run the attack that the command line names."""
+    _say("begun")
+    got = ATTACKS[sys.argv[1]](json.load(sys.stdin))
+    _say(json.dumps({"got": got}))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

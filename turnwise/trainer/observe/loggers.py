@@ -1,0 +1,360 @@
+"""Where metrics go beside ``metrics.jsonl``: the contract of loggers, and those of the known tracking services."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from turnwise.config import ConfigReference
+from turnwise.errors import MissingExtraError, RegistryError
+from turnwise.plugins import load_object
+from turnwise.trainer.algorithms.registry import Chosen, bind, find
+
+LOGGERS: dict[str, str] = {
+    "tensorboard": "turnwise.trainer.observe.loggers:TensorBoardLogger",
+    "wandb": "turnwise.trainer.observe.loggers:WandbLogger",
+    "trackio": "turnwise.trainer.observe.loggers:TrackioLogger",
+    "mlflow": "turnwise.trainer.observe.loggers:MLflowLogger",
+}
+"""References to loggers by the name that a configuration uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRun:
+    """What a logger is told of the run that it logs.
+
+    Attributes:
+        name: The run's.
+        id: Tells it apart from others of its name; the processes of a resumed run have one.
+        directory: Where the run writes.
+        config: Its configuration, as JSON values.
+        step: The step that this process goes on after. What was logged of later ones is logged again.
+    """
+
+    name: str
+    id: str
+    directory: Path
+    config: Mapping[str, Any]
+    step: int
+
+    def settings(self) -> dict[str, str]:
+        """Return the configuration without nesting: dotted key and value as text."""
+        return dict(_flat(self.config, ""))
+
+
+class Logger(ABC):
+    """Takes the figures of a run to somewhere else.
+
+    Its class is called with the :class:`LoggedRun`, and by keyword with what ``config`` says; that is checked against
+    the annotations before work starts. One that raises when it is made keeps the run from starting. After that nothing
+    it raises ends a run.
+    """
+
+    @classmethod  # noqa: B027 - most need nothing
+    def check(cls) -> None:
+        """See that what is needed can be imported. Nothing, unless a logger needs something.
+
+        Raises:
+            MissingExtraError: A package is not installed.
+        """
+
+    @abstractmethod
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take the figures of a step. Called in a thread of this logger alone, in the order of the records.
+
+        Args:
+            step: The train step.
+            figures: By name; those of training and of evaluations come in two calls.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """End: what was taken is on its way. Called once, in the same thread."""
+
+
+def _named(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
+
+
+class LoggerConfig(BaseModel):
+    """One logger beside the console and ``metrics.jsonl``.
+
+    Attributes:
+        name: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, or a class of your own as ``pkg.mod:Class``.
+        config: Its options by name (docs/metrics.md).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: ConfigReference
+    config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Self:
+        try:
+            chosen_logger(self)
+        except RegistryError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, BeforeValidator(_named)]]
+"""``loggers`` of a configuration; a name alone is a logger without options."""
+
+
+def find_logger(name: str) -> type[Logger]:
+    """Return a logger's class by its name, or a user's own by a reference.
+
+    Raises:
+        RegistryError: There is none, or what the reference names is none.
+    """
+    found = find(name, LOGGERS, "loggers.name")
+    cls = load_object(found, "logger") if isinstance(found, str) else found
+    if not (isinstance(cls, type) and issubclass(cls, Logger)):
+        raise RegistryError(f"logger {name!r} is {cls!r}: it must derive from turnwise.trainer.observe.loggers.Logger")
+    if inspect.isabstract(cls):
+        raise RegistryError(f"logger {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")
+    return cls
+
+
+def chosen_logger(config: LoggerConfig) -> Chosen:
+    """Return a logger's class with its checked options.
+
+    Raises:
+        RegistryError: There is no such logger, or it does not take these options.
+    """
+    cls = find_logger(config.name)
+    return bind(config.name, cls, config.config, key="loggers.config", arguments=("run",), data=())
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from _flat(below, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, str(value)
+
+
+class TensorBoardLogger(Logger):
+    """Writes to a folder: ``tensorboard --logdir runs`` shows all runs below it.
+
+    Args:
+        run: What is logged.
+        directory: Where to; by default ``tensorboard`` in the run's directory.
+    """
+
+    def __init__(self, run: LoggedRun, *, directory: str | None = None) -> None:
+        folder = run.directory / "tensorboard" if directory is None else Path(directory)
+        # What an earlier process logged of later steps is hidden: these are logged again.
+        self._writer = _writer()(log_dir=str(folder), purge_step=run.step + 1 if run.step else None)
+        if not run.step:
+            rows = "".join(f"| {key} | {value} |\n" for key, value in run.settings().items())
+            self._writer.add_text("config", f"| key | value |\n|---|---|\n{rows}", 0)
+
+    @classmethod
+    def check(cls) -> None:
+        """See that tensorboard is installed. Raises MissingExtraError."""
+        _writer()
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def _writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtraError("tensorboard", "tensorboard", "the logger tensorboard") from error
+    return SummaryWriter
+
+
+class WandbLogger(Logger):
+    """Logs to a project of Weights & Biases; offline, to the run's directory, for ``wandb sync``.
+
+    Args:
+        run: What is logged.
+        project: The project.
+        entity: The team or user; None is the account's own.
+        mode: None is what ``WANDB_MODE`` says, else online.
+        group: Groups runs in the workspace.
+        tags: Tags of the run.
+    """
+
+    def __init__(
+        self,
+        run: LoggedRun,
+        *,
+        project: str = "turnwise",
+        entity: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+    ) -> None:
+        wandb = _wandb_package()
+        self._run: Any = wandb.init(
+            project=project,
+            entity=entity,
+            mode=mode,
+            group=group,
+            tags=tags,
+            name=run.name,
+            id=run.id,
+            # The same run goes on, whichever process logs.
+            resume="allow",
+            dir=str(run.directory),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off"),
+        )
+        # wandb's own step only grows; a resumed run logs some of its steps again.
+        self._run.define_metric("*", step_metric="step")
+
+    @classmethod
+    def check(cls) -> None:
+        """See that wandb is installed. Raises MissingExtraError."""
+        _wandb_package()
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures of a step."""
+        self._run.log({"step": step, **figures})
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._run.finish()
+
+
+def _wandb_package() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise MissingExtraError("wandb", "wandb", "the logger wandb") from error
+    return wandb
+
+
+class TrackioLogger(Logger):
+    """Logs to trackio's own folder (``TRACKIO_DIR``), or to a Space; ``trackio show`` shows it.
+
+    Args:
+        run: What is logged.
+        project: The project.
+        space_id: A Hugging Face Space to log to; None stays on this machine.
+    """
+
+    def __init__(self, run: LoggedRun, *, project: str = "turnwise", space_id: str | None = None) -> None:
+        # It tells how to look at the figures; standard output belongs to results.
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run: Any = _trackio_package().init(
+                project=project,
+                # Runs go on by their name.
+                name=f"{run.name}-{run.id}",
+                resume="allow",
+                space_id=space_id,
+                config=dict(run.config),
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    @classmethod
+    def check(cls) -> None:
+        """See that trackio is installed. Raises MissingExtraError."""
+        _trackio_package()
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures of a step."""
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+def _trackio_package() -> Any:
+    try:
+        import trackio
+    except ImportError as error:
+        raise MissingExtraError("trackio", "trackio", "the logger trackio") from error
+    return trackio
+
+
+_ID = "turnwise.run_id"
+# What MLflow takes at once, and of one parameter.
+_PARAMETERS_AT_ONCE, _LONGEST_PARAMETER = 100, 500
+_METRICS_AT_ONCE = 1000
+
+
+class MLflowLogger(Logger):
+    """Logs to a tracking server, a database or, by default, a database in the run's directory.
+
+    Args:
+        run: What is logged.
+        experiment: The experiment; made where it is missing.
+        tracking_uri: Where to (``http://...``, ``sqlite:///path``); None is what ``MLFLOW_TRACKING_URI`` says, else
+            ``mlflow.db`` in the run's directory.
+    """
+
+    def __init__(self, run: LoggedRun, *, experiment: str = "turnwise", tracking_uri: str | None = None) -> None:
+        self._mlflow = _mlflow_package()
+        given = tracking_uri or self._mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
+        uri = given or f"sqlite:///{(run.directory / 'mlflow.db').resolve()}"
+        self._client: Any = self._mlflow.MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(experiment)
+        number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        earlier = self._client.search_runs([number], filter_string=f"tags.`{_ID}` = '{run.id}'", max_results=1)
+        if earlier:
+            self._id: str = earlier[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = self._client.create_run(number, run_name=run.name, tags={_ID: run.id}).info.run_id
+        entities = self._mlflow.entities
+        parameters = [
+            entities.Param(_name(key), value[:_LONGEST_PARAMETER]) for key, value in run.settings().items() if value
+        ]
+        for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
+
+    @classmethod
+    def check(cls) -> None:
+        """See that MLflow is installed. Raises MissingExtraError."""
+        _mlflow_package()
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures of a step."""
+        now = int(time.time() * 1000)
+        metrics = [self._mlflow.entities.Metric(_name(name), value, now, step) for name, value in figures.items()]
+        for start in range(0, len(metrics), _METRICS_AT_ONCE):
+            self._client.log_batch(self._id, metrics=metrics[start : start + _METRICS_AT_ONCE])
+
+    def close(self) -> None:
+        """Say that the run has ended."""
+        self._client.set_terminated(self._id)
+
+
+def _name(name: str) -> str:
+    """Return a name as MLflow takes it: some marks (``pass@4``) are not allowed there."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def _mlflow_package() -> Any:
+    try:
+        import mlflow
+        import sqlalchemy  # noqa: F401 - the default store needs it, and not every mlflow brings it along
+    except ImportError as error:
+        raise MissingExtraError("mlflow", "mlflow", "the logger mlflow") from error
+    return mlflow

@@ -1,1 +1,0 @@
-"""How new weights reach the inference servers."""
